@@ -305,7 +305,7 @@ def decide(report: harness.Report, root: Path, count: int) -> None:
     """A restart's decision over a thousand generations of 4,096 tensors in 8 files each."""
     from hpcrun.runtime.connect import connect_ranks
     from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
-    from hpcrun.specs.saves import RECORD, render_record
+    from hpcrun.specs.saves import COMMIT_RECORD, render_commit_record
 
     control = connect_ranks(None)
     saved = eight_files(root / "decide")
@@ -313,8 +313,8 @@ def decide(report: harness.Report, root: Path, count: int) -> None:
         path = saved.path.with_name(f"step-{step:08d}")
         path.mkdir()
         for file in saved.path.iterdir():
-            os.link(file, path / file.name) if file.name != RECORD else None
-        (path / RECORD).write_text(render_record(replace(saved, step=step)))
+            os.link(file, path / file.name) if file.name != COMMIT_RECORD else None
+        (path / COMMIT_RECORD).write_text(render_commit_record(replace(saved, step=step)))
     seconds = []
     for _ in range(count):
         drop((root / "decide").rglob("*.json"))

@@ -23,12 +23,19 @@ from pathlib import Path
 
 import harness
 
-from hpcrun.specs.yaml import load_document
-from hpcrun.tuning.lint.lint import lint
-from hpcrun.tuning.lint.script_exports import parse_script
-from hpcrun.tuning.log.diagnosis import diagnose, explain
+from hpcrun.specs.yaml import load_yaml
+from hpcrun.tuning.lint.lint import lint_layers
+from hpcrun.tuning.lint.script_exports import parse_script_exports
+from hpcrun.tuning.log.diagnosis import diagnose_nccl_log, explain_log_line
 from hpcrun.tuning.log.nccl_log import parse_nccl_log
-from hpcrun.tuning.log.nccl_messages import TABLE, Message, find_message, forget, messages, subsystem_of
+from hpcrun.tuning.log.nccl_messages import (
+    MESSAGE_TABLE,
+    NcclMessage,
+    clear_message_cache,
+    find_nccl_message,
+    load_nccl_messages,
+    subsystem_of_source,
+)
 
 _FIRST = (2, 18)
 _SOURCE = re.compile(r"\.(cc|cpp|h|hpp|cu|c|cuh|inl)$")
@@ -167,7 +174,11 @@ def _runs(pieces: list[str]) -> Iterator[str]:
 
 def rows(all_texts: dict[str, Template]) -> list[str]:
     """The table's lines; messages with the same words are one."""
-    old = {(one.fragment, name): one for one in messages() for name in one.files} if TABLE.exists() else {}
+    old = (
+        {(one.fragment, name): one for one in load_nccl_messages() for name in one.files}
+        if MESSAGE_TABLE.exists()
+        else {}
+    )
     fragments = shortest(all_texts)
     merged: dict[str, list[Template]] = defaultdict(list)
     for text, one in all_texts.items():
@@ -186,11 +197,13 @@ def _span(tags: list[str]) -> tuple[str, str]:
     return tags[0][1:].partition("-")[0], tags[-1][1:].partition("-")[0]
 
 
-def _classes(group: list[Template], files: list[str], before: Message | None) -> tuple[str, str, str, str]:
+def _classes(
+    group: list[Template], files: list[str], before: NcclMessage | None
+) -> tuple[str, str, str, str]:
     if before is not None:
         return before.subsystem, before.whose, before.role, before.meaning
     sample = group[0].sample
-    found = explain(sample, files[0]) if sample else None
+    found = explain_log_line(sample, files[0]) if sample else None
     subsystem = _subsystem(files[0], sample)
     level = found.level if found else ""
     role = level if level in ("follows", "harmless") else "cause"
@@ -259,8 +272,8 @@ _BY_FILE = (
 
 def _placed(one: Template, name: str) -> bool:
     """Whether a line of this text, from this file, is placed."""
-    return find_message(one.sample, name) is not None or (
-        not any(one.pieces) and subsystem_of(name) is not None
+    return find_nccl_message(one.sample, name) is not None or (
+        not any(one.pieces) and subsystem_of_source(name) is not None
     )
 
 
@@ -270,8 +283,8 @@ def _judge_releases(report: harness.Report, repository: Path, all_texts: dict[st
         here = [(one, name) for one in all_texts.values() for name in one.places if tag in one.places[name]]
         texts = {one.text for one, _ in here}
         placed = {one.text for one, name in here if _placed(one, name)}
-        alone = {one.text for one, _ in here if find_message(one.sample, "")}
-        explained = {one.text for one, name in here if explain(one.sample, name)}
+        alone = {one.text for one, _ in here if find_nccl_message(one.sample, "")}
+        explained = {one.text for one, name in here if explain_log_line(one.sample, name)}
         worst = min(worst, len(placed) / len(texts))
         report.row(
             release=tag[1:-2],
@@ -283,12 +296,12 @@ def _judge_releases(report: harness.Report, repository: Path, all_texts: dict[st
     report.claim(
         "share of NCCL's WARN texts placed, the worst release from 2.18 on", worst, "1.0", worst == 1
     )
-    count = sum(any(explain(one.sample, name) for name in one.places) for one in all_texts.values())
+    count = sum(any(explain_log_line(one.sample, name) for name in one.places) for one in all_texts.values())
     report.claim(
         f"WARN texts explained with a remedy, of {len(all_texts)}", count, f"{_TARGET}", count >= _TARGET
     )
     changed = set(rows(all_texts)) ^ {
-        row for row in TABLE.read_text().splitlines() if not row.startswith("#")
+        row for row in MESSAGE_TABLE.read_text().splitlines() if not row.startswith("#")
     }
     report.claim("rows of the table that the source has otherwise", len(changed), "0", not changed)
 
@@ -300,7 +313,7 @@ def _judge_healthy(report: harness.Report) -> None:
     for path in logs:
         log = parse_nccl_log(path.read_text(encoding="utf-8"))
         seen.add(log.release)
-        loud = [one for one in diagnose(log).found if one.meaning.level != "harmless"]
+        loud = [one for one in diagnose_nccl_log(log).found if one.meaning.level != "harmless"]
         alarms += len(loud)
         for one in loud:
             print(f"# alarm in {path.name}, line {one.line}: {one.meaning.id}: {one.text}")
@@ -321,7 +334,7 @@ def _judge_threads(report: harness.Report) -> None:
     for kept in ("made", "kept"):
         alarms, releases_seen, count = 0, set(), 0
         for thread, release, right, text in _threads(f"healthy-{kept}"):
-            found = diagnose(parse_nccl_log(text)).found
+            found = diagnose_nccl_log(parse_nccl_log(text)).found
             loud = [one for one in found if one.meaning.level != "harmless"]
             wrong = [one for one in loud if f"{one.meaning.id}:{one.meaning.level}" not in right]
             alarms += len(wrong)
@@ -335,7 +348,10 @@ def _judge_threads(report: harness.Report) -> None:
         report.claim(what, alarms, "0", not alarms and len(releases_seen) >= 8)
         missed, count = 0, 0
         for thread, _, right, text in _threads(f"failing-{kept}"):
-            told = [f"{one.meaning.id}:{one.meaning.level}" for one in diagnose(parse_nccl_log(text)).found]
+            told = [
+                f"{one.meaning.id}:{one.meaning.level}"
+                for one in diagnose_nccl_log(parse_nccl_log(text)).found
+            ]
             wanted = [word for word in right if not word.startswith("!")]
             never = [word for word in right if word.startswith("!")]
             is_right = told[:1] == wanted[:1] and set(wanted) <= set(told)
@@ -356,9 +372,9 @@ def _judge_kin(report: harness.Report, repository: Path, macro: str, mark: str, 
     vague = []
     for text, name in sorted(found.items()):
         sample = f"{mark}{Template(text).sample}"
-        meaning = explain(sample, name)
+        meaning = explain_log_line(sample, name)
         known = meaning is not None and meaning.id != "ofi-other"
-        if any(Template(text).pieces) and not known and find_message(sample, name) is None:
+        if any(Template(text).pieces) and not known and find_nccl_message(sample, name) is None:
             vague.append(f"{name}: {sample}")
     for line in vague:
         print(f"# {line}")
@@ -369,11 +385,11 @@ def _judge_kin(report: harness.Report, repository: Path, macro: str, mark: str, 
 
 def _judge_environments(report: harness.Report) -> None:
     """What is said of a public environment and not proved in sources.yaml is a false alarm."""
-    blocks = load_document(_ENVIRONMENTS / "sources.yaml").values
+    blocks = load_yaml(_ENVIRONMENTS / "sources.yaml").values
     alarms = errors = 0
     for name, block in blocks.items():
-        layer = parse_script((_ENVIRONMENTS / f"{name}.sh").read_text(encoding="utf-8"), name)
-        for one in lint([layer], None).findings:
+        layer = parse_script_exports((_ENVIRONMENTS / f"{name}.sh").read_text(encoding="utf-8"), name)
+        for one in lint_layers([layer], None).findings:
             right = block["right"].get(one.name)
             is_proved = right is not None and right["proof"] and right["level"] == one.level
             errors += one.level == "error"
@@ -388,7 +404,7 @@ def _judge_environments(report: harness.Report) -> None:
 
 def _judge_proofs(report: harness.Report, repository: Path) -> None:
     """Whether what proves each error of lint's stands where it is said to stand."""
-    rows = [row for row in load_document(_ENVIRONMENTS / "errors.yaml").values["errors"] if row.get("place")]
+    rows = [row for row in load_yaml(_ENVIRONMENTS / "errors.yaml").values["errors"] if row.get("place")]
     missing = 0
     for row in rows:
         line = int(row["proof"].partition(" ")[0].rpartition(":")[2])
@@ -429,8 +445,8 @@ def main() -> int:
             return harness.fail(f"--nccl {arguments.nccl}: has no tag from v2.18 on; git fetch --tags")
         if arguments.write:
             head = "# fragment\tfiles\tfirst\tlast\tsubsystem\twhose\trole\tmeaning\n"
-            TABLE.write_text(head + "".join(f"{row}\n" for row in rows(all_texts)), encoding="utf-8")
-            forget()
+            MESSAGE_TABLE.write_text(head + "".join(f"{row}\n" for row in rows(all_texts)), encoding="utf-8")
+            clear_message_cache()
         _judge_releases(report, arguments.nccl, all_texts)
         _judge_proofs(report, arguments.nccl)
     kin = (

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import harness
 
-from hpcrun.tuning.registry.registry import registry, show_version
+from hpcrun.tuning.registry.registry import format_version, variable_registry
 
 _NAME = re.compile(rb"NCCL_[A-Z0-9_]+")
 _RUN = re.compile(rb"[\x20-\x7e\t]{4,}")
@@ -61,7 +61,7 @@ def main() -> int:
     report.header()
     names = sorted({match.decode() for match in _NAME.findall(data)})
     starts = {found[0].decode() for run in _RUN.findall(data) if (found := _NAME.match(run))}
-    known = registry()
+    known = variable_registry()
     for name in names:
         if name not in known.variables and name not in known.symbols:
             report.row(unknown=name, nearest=str(known.nearest(name)))
@@ -69,7 +69,7 @@ def main() -> int:
         arguments.names.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
     missing = len(report.rows)
     print(f"# {path.name}: {len(names)} names, {len(starts)} of them as `strings` begins a line")
-    print(f"# the registry is that of {show_version(known.library)}")
+    print(f"# the registry is that of {format_version(known.library)}")
     told = f"{len(names) - missing} of {len(names)}"
     report.claim("names in the library that the registry knows", told, "all", missing == 0)
     report.write(arguments.json)

@@ -146,7 +146,7 @@ LAYOUTS = (
 def job(layout: Layout, precision: str, steps: int) -> ResolvedJob:
     """The job of one layout: the same data, seed and batch for all."""
     from hpcrun.specs.load import parse_job
-    from hpcrun.specs.yaml import render_document
+    from hpcrun.specs.yaml import render_yaml
 
     gbs, mbs = layout.batch or (GBS, 2 if layout.ranks < 4 else 1)
     values = {
@@ -165,7 +165,7 @@ def job(layout: Layout, precision: str, steps: int) -> ResolvedJob:
             "seed": 7,
         },
     }
-    return parse_job(render_document(values), layout.name, (*MODELS[layout.model], *layout.degrees))
+    return parse_job(render_yaml(values), layout.name, (*MODELS[layout.model], *layout.degrees))
 
 
 def rank_main(ranks: int, precision: str, steps: int, out: Path, only: str) -> None:
@@ -204,11 +204,11 @@ def train_layout(layout: Layout, resolved: ResolvedJob, control: Control) -> dic
     from hpcrun.runtime.device import choose_device
     from hpcrun.runtime.optimizer import learning_rate
     from hpcrun.runtime.sharded_model import ShardedModel, sum_over_ranks
-    from hpcrun.specs.reduced_plan import with_replicas
+    from hpcrun.specs.reduced_plan import plan_with_replicas
 
     spec, plan = resolved.spec, resolved.training_plan
     if layout.replicas is not None:
-        plan = with_replicas(spec, plan, layout.replicas)
+        plan = plan_with_replicas(spec, plan, layout.replicas)
     assert spec.model is not None
     assert spec.data is not None
     model = ShardedModel(spec.model, plan, spec.train, choose_device("cpu", control), control.rank)

@@ -22,12 +22,12 @@ import harness
 
 from hpcrun.errors import HpcrunError
 from hpcrun.fabric import search
-from hpcrun.fabric.cost import cost
-from hpcrun.fabric.graph import Fabric, Level
-from hpcrun.fabric.place import order, place
-from hpcrun.fabric.traffic import Flow, Pattern, Traffic
+from hpcrun.fabric.cost import compute_placement_cost
+from hpcrun.fabric.graph import Fabric, FabricLevel
+from hpcrun.fabric.place import order_granted_nodes, place_job
+from hpcrun.fabric.traffic import Traffic, TrafficFlow, TrafficPattern
 from hpcrun.mesh import ParallelDegrees
-from hpcrun.specs.placement import in_blocks
+from hpcrun.specs.placement import place_in_blocks
 
 CLUSTERS, QUICK_CLUSTERS, CHOSEN, RANDOM_ORDERS = 500, 100, 6, 5
 PLANTED, QUICK_PLANTED = 100, 20
@@ -57,7 +57,9 @@ class Network:
         figures = zip(
             ("leaf", "spine", "core"), self.bandwidth, self.oversubscription, self.latency, strict=False
         )
-        levels = tuple(Level(name, *values) if timed else Level(name) for name, *values in figures)
+        levels = tuple(
+            FabricLevel(name, *values) if timed else FabricLevel(name) for name, *values in figures
+        )
         nodes = tuple(self.leaf_of)
         return Fabric(nodes, levels, tuple(self.units(self.leaf_of[node]) for node in nodes))
 
@@ -72,7 +74,7 @@ class Case:
     per_node: int
     sizes: tuple[int, ...]
     """Of the axes of the mesh, outermost first."""
-    flows: tuple[Flow, ...]
+    flows: tuple[TrafficFlow, ...]
 
     @property
     def ranks(self) -> int:
@@ -119,7 +121,7 @@ def random_sizes(seed: random.Random, ranks: int, per_node: int) -> tuple[int, .
     return (*outer, tp)
 
 
-def random_flows(seed: random.Random, sizes: Sequence[int]) -> tuple[Flow, ...]:
+def random_flows(seed: random.Random, sizes: Sequence[int]) -> tuple[TrafficFlow, ...]:
     """Traffic of any strength along every axis, and now and then of experts."""
 
     def size_bytes(size: int) -> int:
@@ -129,13 +131,13 @@ def random_flows(seed: random.Random, sizes: Sequence[int]) -> tuple[Flow, ...]:
     for axis, size in zip(AXES, sizes, strict=True):
         if size > 1:
             closed = axis == "pp" and size > 2 and seed.random() < 0.3
-            pattern: Pattern = "loop" if closed else "chain" if axis == "pp" else "ring"
-            flows.append(Flow(axis, pattern, size, size_bytes(size), seed.choice((0, 10, 1000))))
+            pattern: TrafficPattern = "loop" if closed else "chain" if axis == "pp" else "ring"
+            flows.append(TrafficFlow(axis, pattern, size, size_bytes(size), seed.choice((0, 10, 1000))))
     data = math.prod(sizes[1:4])
     experts = [size for size in range(2, data + 1) if data % size == 0]
     if experts and seed.random() < 0.3:
         size = seed.choice(experts)
-        flows.append(Flow("ep", "all_to_all", size, size_bytes(size), size - 1))
+        flows.append(TrafficFlow("ep", "all_to_all", size, size_bytes(size), size - 1))
     return tuple(flows)
 
 
@@ -162,7 +164,10 @@ def planted_case(seed: random.Random) -> tuple[Case, tuple[str, ...]]:
     else:
         sizes, sent = (size, 1, groups, 1, 8), (heavy, light)
         order_of = [planted[slot % groups] for slot in range(size * groups)]
-    flows = Flow("pp", "chain", sizes[0], sent[0], 64), Flow("dp_shard", "ring", sizes[2], sent[1], 100)
+    flows = (
+        TrafficFlow("pp", "chain", sizes[0], sent[0], 64),
+        TrafficFlow("dp_shard", "ring", sizes[2], sent[1], 100),
+    )
     return Case(network, tuple(names), (), 8, sizes, flows), tuple(order_of)
 
 
@@ -195,7 +200,7 @@ class Oracle:
             groups[others].append(rank)
         yield from groups.values()
 
-    def _between_slots(self, flow: Flow) -> dict[tuple[int, int], float]:
+    def _between_slots(self, flow: TrafficFlow) -> dict[tuple[int, int], float]:
         """Bytes from a node's place in the order to another one's."""
         found: dict[tuple[int, int], float] = defaultdict(float)
         for group in self._groups(flow.axis):
@@ -265,7 +270,7 @@ class Oracle:
         return tuple(self.case.network.leaf_of[node] for node in nodes)
 
 
-def messages(group: Sequence[int], flow: Flow) -> Iterator[tuple[int, int, float]]:
+def messages(group: Sequence[int], flow: TrafficFlow) -> Iterator[tuple[int, int, float]]:
     """Sender, receiver and bytes inside one group."""
     if flow.pattern == "all_to_all":
         for sender, receiver in itertools.permutations(group, 2):
@@ -339,14 +344,14 @@ def examine(case: Case, seed: random.Random, tally: Tally, gains: dict[str, list
     """One small cluster; the method that place() says it used."""
     oracle, fabric, traffic = Oracle(case), case.network.fabric(), Traffic(case.flows)
     asked = case.ranks, case.per_node, case.degrees, traffic
-    placed = place(fabric, case.free, *asked)
+    placed = place_job(fabric, case.free, *asked)
     nodes = placed.placement.nodes
     found, every = oracle.seconds(oracle.leaves(nodes)), [*map(oracle.seconds, oracle.orders(case.free))]
     best = min(every)
     tally.gaps.append(over(found, best))
     tally.matters += over(statistics.median(every), best) > WITHIN
     with heuristic_only():
-        nodes_then = place(fabric, case.free, *asked).placement.nodes
+        nodes_then = place_job(fabric, case.free, *asked).placement.nodes
     tally.heuristic_gaps.append(over(oracle.seconds(oracle.leaves(nodes_then)), best))
     plain = {
         "node-table order": list(case.free[:CHOSEN]),
@@ -359,14 +364,16 @@ def examine(case: Case, seed: random.Random, tally: Tally, gains: dict[str, list
     for name, value in zip(plain, values, strict=False):
         gains[name].append(value / found if found else 1.0)
     for one, value in zip([nodes, *orders], [found, *values], strict=True):
-        theirs = cost(fabric, in_blocks(one, case.ranks, case.per_node), case.degrees, traffic).seconds
+        theirs = compute_placement_cost(
+            fabric, place_in_blocks(one, case.ranks, case.per_node), case.degrees, traffic
+        ).seconds
         if theirs is None or not math.isclose(theirs, value, rel_tol=SAME, abs_tol=1e-15):
             tally.disagree += 1
             sys.stderr.write(f"case {number}: cost() {theirs}, oracle {value}: {','.join(one)} of {case}\n")
-    granted = order(fabric, case.granted, *asked).placement.nodes
+    granted = order_granted_nodes(fabric, case.granted, *asked).placement.nodes
     best = min(map(oracle.seconds, oracle.orders(case.granted)))
     tally.granted_gaps.append(over(oracle.seconds(oracle.leaves(granted)), best))
-    untimed = place(case.network.fabric(timed=False), case.free, *asked).placement.nodes
+    untimed = place_job(case.network.fabric(timed=False), case.free, *asked).placement.nodes
     fewest = min(map(oracle.crossing, oracle.orders(case.free)))
     tally.untimed_worse += oracle.crossing(oracle.leaves(untimed)) > fewest
     return placed.method
@@ -397,17 +404,17 @@ def large_case(
         (f"leaf{at // LEAF}", f"spine{at // LEAF // LEAVES_A_SPINE}", "core") for at in range(nodes)
     )
     levels = (
-        Level("leaf", 50e9, 1.0, 1e-6),
-        Level("spine", 50e9, 2.0, 2e-6),
-        Level("core", 50e9, 4.0, 3e-6),
+        FabricLevel("leaf", 50e9, 1.0, 1e-6),
+        FabricLevel("spine", 50e9, 2.0, 2e-6),
+        FabricLevel("core", 50e9, 4.0, 3e-6),
     )
     free = [name for name in names if seed.random() >= busy]
     tp, pp = 8, min(8, wanted)
     degrees = ParallelDegrees(pp=pp, dp_shard=wanted // pp, tp=tp)
     flows = (
-        Flow("pp", "chain", pp, 200_000_000, 64),
-        Flow("dp_shard", "ring", wanted // pp, 3_000_000_000, 1000),
-        Flow("tp", "ring", tp, 9_000_000_000, 1000),
+        TrafficFlow("pp", "chain", pp, 200_000_000, 64),
+        TrafficFlow("dp_shard", "ring", wanted // pp, 3_000_000_000, 1000),
+        TrafficFlow("tp", "ring", tp, 9_000_000_000, 1000),
     )
     return Fabric(names, levels, units), free, wanted * tp, tp, degrees, Traffic(flows)
 
@@ -430,7 +437,7 @@ def measure_planted(report: harness.Report, cases: int) -> None:
         case, leaves = planted_case(seed)
         oracle = Oracle(case)
         asked = case.ranks, case.per_node, case.degrees, Traffic(case.flows)
-        nodes = place(case.network.fabric(), case.free, *asked).placement.nodes
+        nodes = place_job(case.network.fabric(), case.free, *asked).placement.nodes
         gaps.append(100 * over(oracle.seconds(oracle.leaves(nodes)), oracle.seconds(leaves)))
     report.row(what="place() over a planted order, %", figure=harness.spread(gaps), cases=cases)
     report.claim(
@@ -446,7 +453,7 @@ def measure_large(report: harness.Report, quick: bool) -> None:
     slowest = 0.0
     for busy in (0.0, 0.3, 0.7):
         fabric, free, *asked = large_case(LARGE, WANTED, busy)
-        spent = timed(3 if quick else 9, place, fabric, free, *asked)
+        spent = timed(3 if quick else 9, place_job, fabric, free, *asked)
         what = f"place() of {WANTED:,} of {LARGE:,} nodes in {LARGE // LEAF} leaves, {len(free):,} free, s"
         report.row(what=what, figure=harness.spread(spent), cases=len(spent))
         slowest = max(slowest, statistics.median(spent))
@@ -460,14 +467,16 @@ def measure_large(report: harness.Report, quick: bool) -> None:
         wanted, runs = nodes // 8, 1 if quick else 3
         fabric, free, ranks, per_node, degrees, traffic = large_case(nodes, wanted, 0.3)
         asked = [ranks, per_node, degrees, traffic]
-        placed = place(fabric, free, ranks, per_node, degrees, traffic)
+        placed = place_job(fabric, free, ranks, per_node, degrees, traffic)
         granted = random.Random(nodes).sample(free, wanted)
         times = {
-            "place()": timed(runs, place, fabric, free, *asked),
-            "order()": timed(runs, order, fabric, granted, *asked),
-            "cost()": timed(runs, cost, fabric, placed.placement, degrees, traffic),
+            "place()": timed(runs, place_job, fabric, free, *asked),
+            "order()": timed(runs, order_granted_nodes, fabric, granted, *asked),
+            "cost()": timed(runs, compute_placement_cost, fabric, placed.placement, degrees, traffic),
         }
-        table = cost(fabric, in_blocks(free[:wanted], ranks, per_node), degrees, traffic)
+        table = compute_placement_cost(
+            fabric, place_in_blocks(free[:wanted], ranks, per_node), degrees, traffic
+        )
         gain = (table.seconds or 0.0) / (placed.cost.seconds or 1.0)
         what = f"node-table order over place() of {wanted:,} of {nodes:,} nodes, times"
         report.row(what=what, figure=gain, cases=1)

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 import harness
 
 from hpcrun.errors import HpcrunError
-from hpcrun.fabric.cost import Cost, cost
-from hpcrun.fabric.graph import Fabric, Level
-from hpcrun.fabric.place import order
-from hpcrun.fabric.topology_reader import read_topology
-from hpcrun.fabric.traffic import Flow, Traffic, traffic_of
-from hpcrun.specs.placement import in_blocks
-from hpcrun.specs.records import write_whole
-from hpcrun.specs.shipped import shipped
+from hpcrun.fabric.cost import PlacementCost, compute_placement_cost
+from hpcrun.fabric.graph import Fabric, FabricLevel
+from hpcrun.fabric.place import order_granted_nodes
+from hpcrun.fabric.topology_reader import parse_fabric
+from hpcrun.fabric.traffic import Traffic, TrafficFlow, estimate_traffic
+from hpcrun.specs.placement import place_in_blocks
+from hpcrun.specs.records import write_atomically
+from hpcrun.specs.shipped import shipped_file
 from hpcrun.submission.prepare import PreparedJob, prepare_job
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class Job:
     """The demo and what it sends."""
 
     def __init__(self) -> None:
-        self._prepared: PreparedJob = prepare_job(shipped("jobs/demo.yaml"), until="plan")
+        self._prepared: PreparedJob = prepare_job(shipped_file("jobs/demo.yaml"), until="plan")
         self.degrees = self._prepared.spec.degrees
-        self.traffic: Traffic = traffic_of(self._prepared.spec.model, self.plan, self._prepared.spec)
+        self.traffic: Traffic = estimate_traffic(self._prepared.spec.model, self.plan, self._prepared.spec)
 
     @property
     def plan(self) -> Any:
@@ -91,7 +91,7 @@ class Job:
             "hop_bytes": _whole(hops.bytes // self.plan.grad_accum),
         }
 
-    def _flow(self, axis: str) -> Flow:
+    def _flow(self, axis: str) -> TrafficFlow:
         flow = self.traffic.flow(axis)
         assert flow is not None
         assert flow.size == 2
@@ -106,7 +106,7 @@ def _whole(size_bytes: int) -> int:
 def known(fabric: Fabric, shape: Shape) -> Fabric:
     """With the rates that the lab's links have; a node's link into the spine is the one into its leaf."""
     link, uplink = (mbit * 1e6 / 8 for mbit in (shape.link_mbit, shape.uplink_mbit))
-    levels = Level("leaf", link, 1.0), Level("spine", link, shape.racks[0] * link / uplink)
+    levels = FabricLevel("leaf", link, 1.0), FabricLevel("spine", link, shape.racks[0] * link / uplink)
     assert [level.name for level in fabric.levels] == [level.name for level in levels]
     return replace(fabric, levels=levels)
 
@@ -119,7 +119,7 @@ class Order:
     """Racks in the order of the nodes, the fullest is A."""
     nodes: tuple[str, ...]
     chosen: str
-    modelled: Cost
+    modelled: PlacementCost
 
     @property
     def crossing_MB(self) -> float:
@@ -138,12 +138,16 @@ def orders_of(grant: Grant, fabric: Fabric, job: Job) -> list[Order]:
         return "".join("ABCD"[letters.index(leaf)] for leaf in leaves)
 
     def ours(fabric: Fabric) -> tuple[str, ...]:
-        return order(fabric, grant.nodes, ranks, PER_NODE, job.degrees, job.traffic).placement.nodes
+        return order_granted_nodes(
+            fabric, grant.nodes, ranks, PER_NODE, job.degrees, job.traffic
+        ).placement.nodes
 
     best = ours(fabric)
     chosen = {
         "ours": best,
-        "ours without rates": ours(replace(fabric, levels=tuple(Level(one.name) for one in fabric.levels))),
+        "ours without rates": ours(
+            replace(fabric, levels=tuple(FabricLevel(one.name) for one in fabric.levels))
+        ),
         "Slurm's": grant.nodes,
         "alternating": _alternating([leaf_of[node] for node in grant.nodes], grant.nodes),
     }
@@ -159,7 +163,7 @@ def orders_of(grant: Grant, fabric: Fabric, job: Job) -> list[Order]:
             "; ".join(who for who, whose in chosen.items() if named(whose) == named(nodes))
             if nodes is not again
             else "ours with other nodes",
-            cost(fabric, in_blocks(nodes, ranks, PER_NODE), job.degrees, job.traffic),
+            compute_placement_cost(fabric, place_in_blocks(nodes, ranks, PER_NODE), job.degrees, job.traffic),
         )
         for nodes in picks
     ]
@@ -184,7 +188,7 @@ class Racks:
     def fabric(self) -> Fabric:
         """As Slurm tells it, with the true rates."""
         text = self._lab.run(["scontrol", "show", "topology"]).require_success().stdout
-        return known(read_topology(text, name="scontrol show topology"), self._lab.shape)
+        return known(parse_fabric(text, name="scontrol show topology"), self._lab.shape)
 
     def measure(self, orders: Sequence[Order], job: Job, rounds: int) -> dict[str, list[dict[str, Any]]]:
         """One world over all the nodes: what it has measured by transport, for each order."""
@@ -227,7 +231,7 @@ class Racks:
                 time.sleep(0.02)
             # What crosses leaves one rack and enters another.
             both_ways = sum(self._lab.uplink_bytes(rack) for rack in range(1, len(self._lab.racks) + 1))
-            write_whole(self._folder / f"told-{number}", str(both_ways // 2))
+            write_atomically(self._folder / f"told-{number}", str(both_ways // 2))
 
 
 def tell(

@@ -18,7 +18,13 @@ import harness
 
 from hpcrun.errors import HpcrunError
 from hpcrun.tuning.model.nccl_constants import Algo, Proto
-from hpcrun.tuning.model.nccl_model import Graph, Machine, NcclCollective, expectations, time_us
+from hpcrun.tuning.model.nccl_model import (
+    NcclCollective,
+    NcclGraph,
+    NcclMachine,
+    expected_time_us,
+    predict_nccl_performance,
+)
 from hpcrun.tuning.model.platforms import find_platform
 from hpcrun.tuning.model.predict import bus_factor
 
@@ -55,13 +61,13 @@ BUS: tuple[tuple[int, float, float], ...] = (
     (1, 16 * GIB, 384),
 )
 """Nodes, size, GB/s of allreduce."""
-PRINTED = Machine(
+PRINTED = NcclMachine(
     2,
     1,
     120,
     {
-        "ring": Graph(2, 1.2, 1.2, "LOC", "PHB"),
-        "tree": Graph(2, 2.4, 1.2, "LOC", "PHB", balanced=False),
+        "ring": NcclGraph(2, 1.2, 1.2, "LOC", "PHB"),
+        "tree": NcclGraph(2, 2.4, 1.2, "LOC", "PHB", balanced=False),
     },
 )
 TABLE: dict[NcclCollective, dict[Choice, tuple[float, float]]] = {
@@ -91,20 +97,20 @@ FORCED_NVLSTREE = 310
 """GB/s on 4 nodes of p5en at 4 GiB."""
 
 
-def machine(platform: str, nodes: int) -> Machine:
+def machine(platform: str, nodes: int) -> NcclMachine:
     """Of the platform table, with all the GPUs of a node."""
     found = find_platform(platform).machine(nodes, 8, (2, 30))
     assert found is not None
     return found
 
 
-def times(of: Machine, size: float) -> dict[Choice, float]:
+def times(of: NcclMachine, size: float) -> dict[Choice, float]:
     """Microseconds of an allreduce by choice."""
-    known = expectations(of, "allreduce")
-    return {one: time_us(of, "allreduce", one, expected, size) for one, expected in known.items()}
+    known = predict_nccl_performance(of, "allreduce")
+    return {one: expected_time_us(of, "allreduce", one, expected, size) for one, expected in known.items()}
 
 
-def best(of: Machine, size: float) -> Choice:
+def best(of: NcclMachine, size: float) -> Choice:
     """The fastest."""
     found = times(of, size)
     return min(found, key=lambda one: found[one])
@@ -115,7 +121,7 @@ def grid() -> Iterator[float]:
     return (2.0 ** (step * STEP) for step in range(80, 8 * 36 + 1))
 
 
-def switch(of: Machine, to: Choice) -> float:
+def switch(of: NcclMachine, to: Choice) -> float:
     """The first size from which on this choice, or one that follows it, is always the fastest."""
     order = [LL, ("Ring", "LL"), LL128, ("NVLS", "Simple"), NVLSTREE, RING]
     last = math.nan
@@ -127,7 +133,7 @@ def switch(of: Machine, to: Choice) -> float:
     return last
 
 
-def bus_GBps(of: Machine, size: float) -> float:
+def bus_GBps(of: NcclMachine, size: float) -> float:
     """Of the fastest."""
     return size / min(times(of, size).values()) / 1e3 * bus_factor("allreduce", of.ranks)
 
@@ -177,7 +183,7 @@ def measure_printed(report: harness.Report) -> None:
     """A table that NCCL itself has printed."""
     wrong = count = 0
     for collective, row in TABLE.items():
-        found = expectations(PRINTED, collective)
+        found = predict_nccl_performance(PRINTED, collective)
         wrong += len(found.keys() ^ row.keys())
         for choice, (latency, bandwidth) in row.items():
             ours = found[choice]
@@ -199,10 +205,13 @@ def measure_printed(report: harness.Report) -> None:
 
 def measure_chosen(report: harness.Report) -> None:
     """The choices that NCCL 2.29.7 has printed for a broadcast of 1 KiB to 128 MiB: LL up to 16 KiB."""
-    known = expectations(PRINTED, "broadcast")
+    known = predict_nccl_performance(PRINTED, "broadcast")
     right = 0
     for power in range(10, 28):
-        took = [time_us(PRINTED, "broadcast", one, expected, 1 << power) for one, expected in known.items()]
+        took = [
+            expected_time_us(PRINTED, "broadcast", one, expected, 1 << power)
+            for one, expected in known.items()
+        ]
         winner = list(known)[took.index(min(took))][1]
         right += winner == ("LL" if power <= 14 else "Simple")
     report.claim(

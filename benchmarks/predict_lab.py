@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import harness
 
 from hpcrun.bench.pingpong import MessageCostModel, fit_message_cost, lower_quartile
-from hpcrun.fabric.graph import Fabric, Level
-from hpcrun.fabric.rounds import Algorithm
-from hpcrun.tuning.model.predict import Ground
+from hpcrun.fabric.graph import Fabric, FabricLevel
+from hpcrun.fabric.rounds import CollectiveAlgorithm
+from hpcrun.tuning.model.predict import AlphaBetaInput
 
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab
@@ -48,7 +48,7 @@ CALLS = {
 ROUNDS, QUICK_ROUNDS = 7, 3
 WITHIN = 0.25
 """How much slower than the best the predicted winner may be."""
-ALGORITHMS: Mapping[str, Algorithm] = {
+ALGORITHMS: Mapping[str, CollectiveAlgorithm] = {
     "sched_recursive_doubling": "recursive_doubling",
     "tsp_ring": "ring",
     "sched_reduce_scatter_allgather": "rabenseifner",
@@ -83,10 +83,12 @@ class Levels:
     across_all: MessageCostModel
     reduce_s_per_byte: float
 
-    def ground(self) -> Ground:
+    def ground(self) -> AlphaBetaInput:
         """A rank on each node of two racks."""
         large, small = self._fabric("large"), self._fabric("small")
-        return Ground(large, large.nodes, None, self.reduce_s_per_byte, small, self.across_all.up_to_bytes)
+        return AlphaBetaInput(
+            large, large.nodes, None, self.reduce_s_per_byte, small, self.across_all.up_to_bytes
+        )
 
     def _fabric(self, which: str) -> Fabric:
         """Levels of small or of large messages; an uplink carries what all pairs together got across."""
@@ -95,9 +97,9 @@ class Levels:
             for line in (self.rack_all, self.across, self.across_all)
         )
         most = max(single.bandwidth_Bps, together.bandwidth_Bps)
-        leaf = Level("leaf", rack.bandwidth_Bps, 1.0, rack.latency_s)
+        leaf = FabricLevel("leaf", rack.bandwidth_Bps, 1.0, rack.latency_s)
         above = max(0.0, together.latency_s - rack.latency_s)
-        spine = Level("spine", most, most / together.bandwidth_Bps, above)
+        spine = FabricLevel("spine", most, most / together.bandwidth_Bps, above)
         names = tuple(f"n{number:02}" for number in range(1, NODES + 1))
         units = tuple((f"leaf{at // RACK + 1}", "spine") for at in range(NODES))
         return Fabric(names, (leaf, spine), units)

@@ -24,7 +24,7 @@ import harness
 
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.runs.ledger import read_ledger
-from hpcrun.specs.records import read_json, read_lines
+from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Bench:
 
 def steps(run: RunDir) -> list[dict[str, Any]]:
     """The lines of steps."""
-    return [line for line in read_lines(run.metrics) if line.get("kind") == "step"]
+    return [line for line in read_json_lines(run.metrics) if line.get("kind") == "step"]
 
 
 def newest_step(run: RunDir) -> int:
@@ -123,7 +123,7 @@ def strike(bench: Bench, run: RunDir, fault: str) -> Cost:
 
 def cost_of(run: RunDir, number: int, at: float) -> Cost:
     """The times between the events of a fault that happened then, in this attempt."""
-    events = [one for one in read_lines(run.events) if one["time"] >= at]
+    events = [one for one in read_json_lines(run.events) if one["time"] >= at]
     seen = first(events, "rank ended", "rank stopped", "node lost", "hang", "takeover")
     # The next supervisor is started when its agent has given the former one up.
     seen = min([seen, *(one["claimed"] for one in events if one.get("claimed"))])
@@ -133,7 +133,7 @@ def cost_of(run: RunDir, number: int, at: float) -> Cost:
     old = max(line["step"] for line in lines if line["attempt"] <= number)
     later = [line for line in lines if line["attempt"] > number]
     back = min(line["time"] for line in later if line["step"] > old)
-    launch = next(one["time"] for one in read_lines(run.events) if one["event"] == "launch")
+    launch = next(one["time"] for one in read_json_lines(run.events) if one["event"] == "launch")
     cold = lines[0]["time"] - launch
     lost = old - (min(line["step"] for line in later) - 1)
     return Cost(seen - at, decided - seen, started - decided, back - decided, cold, lost)
@@ -213,7 +213,7 @@ def measure(bench: Bench, report: harness.Report, fault: str, count: int) -> tup
         run = bench.start()
         for _ in range(min(PER_RUN.get(fault, 2), count - len(costs))):
             costs.append(strike(bench, run, fault))
-        requeued = [one for one in read_lines(run.events) if one["event"] == "requeue"]
+        requeued = [one for one in read_json_lines(run.events) if one["event"] == "requeue"]
         if requeued:
             report.claim(f"{fault}: requeues while a spare was left", len(requeued), "0", False)
         ledger = read_ledger(run, now=time.time())
@@ -281,10 +281,10 @@ def measure_peer(bench: Bench, report: harness.Report, name: str, fault: str) ->
     job = bench.lab.run(["sbatch", "--parsable", str(script)], cwd=folder).require_success().stdout.strip()
     lines = folder / "steps.jsonl"
     try:
-        bench.wait(lambda: len(list(read_lines(lines))) > 2 * SAVE_EVERY, 180)
+        bench.wait(lambda: len(list(read_json_lines(lines))) > 2 * SAVE_EVERY, 180)
         hosts = bench.lab.run(["scontrol", "show", "hostnames", _nodes_of(bench, job)]).stdout.split()
         node = bench.lab.node(hosts[0 if fault == "powered-off batch host" else 3])
-        before = max(line["step"] for line in read_lines(lines))
+        before = max(line["step"] for line in read_json_lines(lines))
         at = time.time()
         if fault == "killed rank":
             # But not torchrun's agent, whose command line names the loop too.
@@ -294,9 +294,11 @@ def measure_peer(bench: Bench, report: harness.Report, name: str, fault: str) ->
         try:
             # Whoever died writes nothing more; a moment for those that had written already.
             time.sleep(1.0)
-            before = max(line["step"] for line in read_lines(lines))
-            bench.wait(lambda: max(line["step"] for line in read_lines(lines)) > before, PEER_S)
-            back = f"{next(line['time'] for line in read_lines(lines) if line['step'] > before) - at:.1f}"
+            before = max(line["step"] for line in read_json_lines(lines))
+            bench.wait(lambda: max(line["step"] for line in read_json_lines(lines)) > before, PEER_S)
+            back = (
+                f"{next(line['time'] for line in read_json_lines(lines) if line['step'] > before) - at:.1f}"
+            )
         except SiteError:
             back = f"not within {PEER_S:g}"
     finally:

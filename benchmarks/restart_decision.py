@@ -37,7 +37,7 @@ from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.checkpoint.restore.decide import decide_restore
 from hpcrun.checkpoint.restore.inventory import InventoryReader, gc_paused
 from hpcrun.checkpoint.restore_plan import RestorePlan
-from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints, render_commit_record
 
 NODES, TENSORS, LIMIT_S = 8, 4096, 2.0
 
@@ -47,7 +47,7 @@ def pieces_of(rank: int, tensors: int) -> list[ChunkSpec]:
     return [ChunkSpec(f"model.{n}", "float32", (NODES, 4), (rank, 0), (1, 4)) for n in range(tensors)]
 
 
-def one_save(checkpoints: Path, step: int, tensors: int) -> Saved:
+def one_save(checkpoints: Path, step: int, tensors: int) -> SavedCheckpoint:
     """A committed generation with a part for each node."""
     draft, parts = begin_generation(checkpoints, step, 1), list[Part]()
     for rank in range(NODES):
@@ -60,19 +60,19 @@ def one_save(checkpoints: Path, step: int, tensors: int) -> Saved:
     return commit_generation(draft, parts, render_tensors(found), compute_structure_digest(found), **facts)
 
 
-def run_directory(root: Path, generations: int, tensors: int) -> list[Saved]:
+def run_directory(root: Path, generations: int, tensors: int) -> list[SavedCheckpoint]:
     """So many committed saves; the files of all but the newest are links to those of one."""
     first = one_save(root, 1, tensors)
     for step in range(2, generations):
         path = root / f"step-{step:08d}"
         path.mkdir()
         for name in os.listdir(first.path):  # noqa: PTH208
-            if name != RECORD:
+            if name != COMMIT_RECORD:
                 os.link(first.path / name, path / name)
         told = {**vars(first), "path": path, "step": step, "generation": os.urandom(16).hex()}
-        (path / RECORD).write_text(render_record(Saved(**told)))
+        (path / COMMIT_RECORD).write_text(render_commit_record(SavedCheckpoint(**told)))
     one_save(root, generations, tensors)
-    return read_saves(root)[0]
+    return read_saved_checkpoints(root)[0]
 
 
 def told_by_nodes(stamps: Sequence[GenerationId]) -> list[str]:
@@ -92,7 +92,7 @@ def told_by_nodes(stamps: Sequence[GenerationId]) -> list[str]:
     return [json.dumps([one.as_json() for one in line]) for line in lines]
 
 
-def check(saved: Saved) -> str | None:
+def check(saved: SavedCheckpoint) -> str | None:
     """The cheap checks of the save that it comes down to."""
     GenerationReader(saved).close()
     return None
@@ -104,7 +104,7 @@ def decided(lines: Sequence[str], checkpoints: Path, nodes: Sequence[str]) -> Re
     with gc_paused():
         told = (json.loads(line) for line in lines)
         holdings = [one for each in told for one in reader.read(each) if isinstance(one, InventoryEntry)]
-    saves, unreadable = read_saves(checkpoints)
+    saves, unreadable = read_saved_checkpoints(checkpoints)
     return decide_restore(holdings, saves, unreadable, [], {}, nodes, check)
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import harness
 
 from hpcrun.errors import HpcrunError
-from hpcrun.specs.provenance import Provenance, Submission, write_provenance
+from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.rundir import create_run
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def measure_status(site: Site, report: harness.Report) -> None:
     for job in jobs:
         run = create_run("many", site.runs)
         run.spec.write_text("name: many\n")
-        write_provenance(run, origin.submitted(Submission(time.time(), job=int(job))))
+        write_provenance(run, origin.submitted(SubmissionRecord(time.time(), job=int(job))))
         names.append(run.id)
     site.calls()
     seconds, out = site.hpcrun("status", "--json", *names)

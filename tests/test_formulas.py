@@ -17,11 +17,11 @@ from hpcrun.formulas import (
     peak_flops,
     train_flops_per_token,
 )
-from hpcrun.specs.model import PRESETS, ModelSpec
+from hpcrun.specs.model import MODEL_PRESETS, ModelSpec
 
 
 def preset(name: str, **changes: Any) -> ModelSpec:
-    fields = PRESETS[name] | changes
+    fields = MODEL_PRESETS[name] | changes
     return ModelSpec.model_validate({"head_dim": fields["hidden"] // fields["heads"]} | fields)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 from tests.checkpoint.generations import save
 
 ROOT = Path(__file__).parents[1]
@@ -31,7 +31,7 @@ main(sys.argv[2:])
 @pytest.fixture
 def run(runs_root: Path) -> RunDir:
     run = create_run("done")
-    job = load_job(shipped("jobs/demo.yaml"))
+    job = load_job(shipped_file("jobs/demo.yaml"))
     run.spec.write_text(render_job(job.spec), encoding="utf-8")
     attempt = run.attempt(1).create()
     attempt.log(0).write_text("step 1\n", encoding="utf-8")
@@ -126,7 +126,7 @@ def test_quick_verbs_load_nothing_slow(words: str, run: RunDir, tmp_path: Path) 
 )
 def test_verbs_of_a_login_node_load_no_torch(words: str, run: RunDir, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("in the beginning " * 200, encoding="utf-8")
-    values = {"RUN": run.id, "JOB": str(shipped("jobs/demo.yaml")), "TEXT": str(tmp_path / "text")}
+    values = {"RUN": run.id, "JOB": str(shipped_file("jobs/demo.yaml")), "TEXT": str(tmp_path / "text")}
     loaded, done = call([values.get(word, word) for word in words.split()], tmp_path)
     wrong = words.endswith("stepz=3") or words == "nonsense"
     assert done.returncode == (2 if wrong else 0), done.stderr

@@ -25,9 +25,9 @@ from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.runs.run_state import read_run_states
 from hpcrun.slurm.allocation import step_environment
 from hpcrun.specs.cluster import load_cluster
-from hpcrun.specs.load import load_job_of
+from hpcrun.specs.load import load_run_job
 from hpcrun.specs.placement import Placement, read_placement
-from hpcrun.specs.records import LineWriter, read_json
+from hpcrun.specs.records import JsonLineWriter, read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.batch_script import job_python
@@ -285,7 +285,7 @@ class Injection:
             "by": user_name(),
             "from": os.uname().nodename,
         }
-        writer = LineWriter(aimed.run.chaos)
+        writer = JsonLineWriter(aimed.run.chaos)
         writer.write(record)
         writer.close()
         return record
@@ -334,5 +334,5 @@ def _node_python(run: RunDir) -> str:
     owner = run.sweep_of_element or run
     with suppress(HpcrunError):
         cluster = load_cluster(owner.cluster) if owner.cluster.exists() else None
-        return job_python(load_job_of(run).spec, cluster)
+        return job_python(load_run_job(run).spec, cluster)
     return sys.executable

@@ -17,9 +17,9 @@ from hpcrun.chaos.faults import InjectedFault, parse_fault, parse_fault_seconds
 from hpcrun.chaos.inject import Injection, InjectionTarget, TargetNotReadyError, find_target
 from hpcrun.errors import HpcrunError, SpecError, SpecProblem, UsageError
 from hpcrun.runs.follow import RunWatcher
-from hpcrun.specs.records import LineReader
+from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.yaml import ITEMS, load_list
+from hpcrun.specs.yaml import LIST_KEY, load_yaml_list
 
 _POLL_S = 0.1
 _RETRY_S = 1.0
@@ -45,11 +45,11 @@ class ScenarioStep:
 
 def load_scenario(path: Path) -> list[ScenarioStep]:
     """Read a scenario; SpecError lists all the mistakes in it, with their lines."""
-    document = load_list(path)
+    document = load_yaml_list(path)
     scenes: list[ScenarioStep] = []
     problems: list[SpecProblem] = []
-    for number, values in enumerate(document.values[ITEMS]):
-        key = f"{ITEMS}.{number}"
+    for number, values in enumerate(document.values[LIST_KEY]):
+        key = f"{LIST_KEY}.{number}"
         scene, wrong = _parse_step(values, document.where(key))
         problems += [SpecProblem(one.key, one.text, document.where(f"{key}.{one.key}")) for one in wrong]
         if scene is not None:
@@ -121,7 +121,7 @@ class ScenarioRun:
     _is_over: bool = False
 
     def __post_init__(self) -> None:
-        self._metrics, self._watch = LineReader(self.run.metrics), RunWatcher([self.run])
+        self._metrics, self._watch = JsonLineReader(self.run.metrics), RunWatcher([self.run])
 
     def run_all(self, scenes: list[ScenarioStep]) -> bool:
         """Play all in order, until the last is done or the run is over; whether all were done."""

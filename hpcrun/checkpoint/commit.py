@@ -21,19 +21,19 @@ from hpcrun.checkpoint.generation import check_file_sizes
 from hpcrun.checkpoint.part_writer import write_synced_file
 from hpcrun.checkpoint.policy.retention import RetentionRule, RetentionVerdict, find_linked_saves
 from hpcrun.errors import UsageError
-from hpcrun.specs.descent import is_on_line
+from hpcrun.specs.descent import is_in_lineage
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import (
-    FORMAT_VERSION,
-    RECORD,
-    Saved,
-    Unreadable,
-    read_save,
-    read_saves,
-    render_record,
-    saved_steps,
-    sort_saves,
+    COMMIT_RECORD,
+    SAVE_FORMAT_VERSION,
+    SavedCheckpoint,
+    UnreadableCheckpoint,
+    read_saved_checkpoint,
+    read_saved_checkpoints,
+    render_commit_record,
+    resumable_checkpoints,
+    sort_checkpoints,
 )
 
 DAMAGED_PREFIX, LEFT_PREFIX = "damaged-", "left-"
@@ -110,7 +110,7 @@ def commit_generation(
     attempt: int,
     descent: str = "",
     warn: Callable[[str], None] = lambda text: None,
-) -> Saved:
+) -> SavedCheckpoint:
     """Make written and synced parts the generation of a step, for the run in whose directory that is.
 
     What stood under its name goes where it was made by the same line of starts, and is set aside elsewhere.
@@ -121,13 +121,13 @@ def commit_generation(
     for part in parts:
         sizes[part.file] = max(sizes.get(part.file, 0), part.start + part.size_bytes)
     manifest = render_manifest(draft.generation, parts, tensors, draft.layout)
-    saved = Saved(
+    saved = SavedCheckpoint(
         draft.aside,
         step,
         position,
         world_size,
         attempt,
-        format_version=FORMAT_VERSION,
+        format_version=SAVE_FORMAT_VERSION,
         generation=draft.generation.hex(),
         structure=structure,
         run_id=RunDir(draft.final.parent.parent).run_id,
@@ -139,7 +139,7 @@ def commit_generation(
     )
     write_synced_file(draft.aside / MANIFEST_NAME, manifest)
     check_file_sizes(saved)
-    write_synced_file(draft.aside / RECORD, render_record(saved).encode())
+    write_synced_file(draft.aside / COMMIT_RECORD, render_commit_record(saved).encode())
     sync_directory(draft.aside)
     with replacing_generation(saved, draft.final) as replaced:
         os.rename(draft.aside, draft.final)  # noqa: PTH104
@@ -152,21 +152,23 @@ def commit_generation(
         )
     for path in replaced:
         shutil.rmtree(path, ignore_errors=True)
-    return Saved(**{**vars(saved), "path": draft.final})
+    return SavedCheckpoint(**{**vars(saved), "path": draft.final})
 
 
 @contextlib.contextmanager
-def replacing_generation(saved: Saved, final: Path) -> Iterator[list[Path]]:
+def replacing_generation(saved: SavedCheckpoint, final: Path) -> Iterator[list[Path]]:
     """Set aside what stands under the name of a save that gets it in the body; put back where that fails.
 
     Gives what is no longer needed then: the same step of the same line, which was to be replaced.
     """
-    before = read_save(final)
+    before = read_saved_checkpoint(final)
     if before is None:
         yield []
         return
-    is_whole = isinstance(before, Saved) and find_save_problem(before) is None
-    is_ours = isinstance(before, Saved) and before.run_id == saved.run_id and is_on_line(before, saved)
+    is_whole = isinstance(before, SavedCheckpoint) and find_save_problem(before) is None
+    is_ours = (
+        isinstance(before, SavedCheckpoint) and before.run_id == saved.run_id and is_in_lineage(before, saved)
+    )
     # What a crash leaves aside in here is found by `ckpt repair`, as damaged ones are.
     aside = quarantine_generation(final, LEFT_PREFIX if is_whole and not is_ours else DAMAGED_PREFIX)
     try:
@@ -210,7 +212,7 @@ def apply_retention(
     problems = list[str]()
     try:
         for saved in _expired_saves(
-            checkpoints, saved_steps(checkpoints), RetentionRule(keep, keep_every), damaged
+            checkpoints, resumable_checkpoints(checkpoints), RetentionRule(keep, keep_every), damaged
         ):
             try:
                 delete_generation(saved.path)
@@ -224,15 +226,15 @@ def apply_retention(
 
 
 def _expired_saves(
-    checkpoints: Path, line: Sequence[Saved], rule: RetentionRule, damaged: Collection[Path]
-) -> list[Saved]:
+    checkpoints: Path, line: Sequence[SavedCheckpoint], rule: RetentionRule, damaged: Collection[Path]
+) -> list[SavedCheckpoint]:
     committed = {saved.path.name: saved for saved in line}
     verdicts = _apply_rule(committed, checkpoints, rule, {path.name for path in damaged})
     return [committed[one.key] for one in verdicts if not one.stays]
 
 
 def _apply_rule(
-    committed: Mapping[str, Saved], checkpoints: Path, rule: RetentionRule, broken: Collection[str]
+    committed: Mapping[str, SavedCheckpoint], checkpoints: Path, rule: RetentionRule, broken: Collection[str]
 ) -> list[RetentionVerdict]:
     """Of saves of one line, oldest first."""
     steps = [(name, saved.step) for name, saved in committed.items()]
@@ -274,7 +276,7 @@ def find_garbage(
                 else "a save that was cut short"
             )
             garbage.append(Garbage(path, why, _directory_size(path)))
-    saves, unreadable = read_saves(checkpoints)
+    saves, unreadable = read_saved_checkpoints(checkpoints)
     broken = [(one.path, problem) for one in saves if (problem := find_save_problem(one))]
     broken += [(one.path, one.problem) for one in unreadable]
     broken += [
@@ -282,7 +284,7 @@ def find_garbage(
     ]
     paths = {path for path, _ in broken}
     whole = [saved for saved in saves if saved.path not in paths]
-    found = sort_saves(checkpoints, whole)
+    found = sort_checkpoints(checkpoints, whole)
     committed = {saved.path.name: saved for saved in found.line}
     for verdict in _apply_rule(committed, checkpoints, RetentionRule(keep, keep_every), ()):
         if not verdict.stays:
@@ -301,11 +303,11 @@ def find_garbage(
     return garbage, kept
 
 
-def find_save_problem(saved: Saved | Unreadable) -> str | None:
+def find_save_problem(saved: SavedCheckpoint | UnreadableCheckpoint) -> str | None:
     """What its record and the sizes of its files already show to be wrong; None where that is nothing."""
-    if isinstance(saved, Unreadable):
+    if isinstance(saved, UnreadableCheckpoint):
         return saved.problem
-    if saved.format_version < FORMAT_VERSION:
+    if saved.format_version < SAVE_FORMAT_VERSION:
         return None
     try:
         check_file_sizes(saved)

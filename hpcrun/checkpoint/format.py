@@ -48,7 +48,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from hpcrun.checkpoint.slices import TensorSlice, find_coverage_problem
 from hpcrun.errors import SiteError
-from hpcrun.specs.saves import FORMAT_VERSION
+from hpcrun.specs.saves import SAVE_FORMAT_VERSION
 
 BytesLike: TypeAlias = bytes | memoryview
 
@@ -166,7 +166,7 @@ def align_size(size: int, to: int = HEADER_BYTES) -> int:
 def pack_header(kind: int, place: ChunkLocation, generation: bytes, length: int, digest: int) -> bytes:
     """64 bytes that say what follows them."""
     part, at = place
-    head = _HEADER.pack(_MAGIC, FORMAT_VERSION, kind, part, 0, at, length, generation, digest)
+    head = _HEADER.pack(_MAGIC, SAVE_FORMAT_VERSION, kind, part, 0, at, length, generation, digest)
     return head + _CHECK.pack(xxh3_64_intdigest(head))
 
 
@@ -181,8 +181,8 @@ def unpack_header(
     if check != xxh3_64_intdigest(head):
         raise DamagedError(f"the header of the {what} is damaged")
     magic, version, found, part, _, at, length, owner, digest = _HEADER.unpack(head)
-    if magic != _MAGIC or version != FORMAT_VERSION or found != kind:
-        raise DamagedError(f"there is no header of a {what} of format {FORMAT_VERSION}")
+    if magic != _MAGIC or version != SAVE_FORMAT_VERSION or found != kind:
+        raise DamagedError(f"there is no header of a {what} of format {SAVE_FORMAT_VERSION}")
     if owner != generation:
         raise DamagedError(f"the {what} belongs to generation {owner.hex()}, not {generation.hex()}")
     if (part, at) != tuple(place):
@@ -198,7 +198,7 @@ def parse_header_owner(header: bytes) -> tuple[int, int, bytes] | None:
     if len(header) < HEADER_BYTES or _CHECK.unpack_from(header, _HEADER.size)[0] != xxh3_64_intdigest(head):
         return None
     magic, version, kind, part, _, _, _, owner, _ = _HEADER.unpack(head)
-    return (kind, part, owner) if magic == _MAGIC and version == FORMAT_VERSION else None
+    return (kind, part, owner) if magic == _MAGIC and version == SAVE_FORMAT_VERSION else None
 
 
 class PartLayout(NamedTuple):
@@ -334,7 +334,7 @@ def render_manifest(
 ) -> bytes:
     """A manifest, with its tensors already rendered."""
     rows = [[p.file, p.start, p.size_bytes, p.tail_at, p.tail_bytes, p.tail_hash] for p in parts]
-    head = {"format_version": FORMAT_VERSION, "generation": generation.hex(), "parts": rows}
+    head = {"format_version": SAVE_FORMAT_VERSION, "generation": generation.hex(), "parts": rows}
     if layout:
         head["layout"] = dict(layout)
     return f'{json.dumps(head)[:-1]}, "tensors": {tensors}}}\n'.encode()
@@ -344,8 +344,8 @@ def parse_manifest(data: bytes) -> Manifest:
     """A manifest, every tensor of which is wholly there; DamagedError otherwise."""
     try:
         told = json.loads(data)
-        if told["format_version"] != FORMAT_VERSION:
-            raise DamagedError(f"it is of format {told['format_version']}, not {FORMAT_VERSION}")
+        if told["format_version"] != SAVE_FORMAT_VERSION:
+            raise DamagedError(f"it is of format {told['format_version']}, not {SAVE_FORMAT_VERSION}")
         parts = [Part(*row) for row in told["parts"]]
         tensors = {row[0]: _parse_tensor(row) for row in told["tensors"]}
         generation = bytes.fromhex(told["generation"])

@@ -26,7 +26,7 @@ from hpcrun.checkpoint.format import (
     unpack_header,
 )
 from hpcrun.files import UntrustedFileError, open_own, open_regular
-from hpcrun.specs.saves import Saved
+from hpcrun.specs.saves import SavedCheckpoint
 
 MAX_MANIFEST_BYTES = 4 << 30
 """No list of tensors is longer."""
@@ -35,7 +35,7 @@ MAX_MANIFEST_BYTES = 4 << 30
 class GenerationReader(ChunkReader):
     """A committed step that is opened for reading; opening it makes the cheap checks."""
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved: SavedCheckpoint) -> None:
         """DamagedError unless record, manifest, sizes and the beginnings of all parts belong together."""
         self.saved = saved
         check_file_sizes(saved)
@@ -111,7 +111,7 @@ class _GenerationFiles(OpenFileCache):
         return f"{self._folder / data_file_name(part.file)} at {part.start + at}"
 
 
-def check_file_sizes(saved: Saved) -> None:
+def check_file_sizes(saved: SavedCheckpoint) -> None:
     """MissingError unless the files of a generation are there in the sizes that its record has."""
     expected = {MANIFEST_NAME: saved.manifest_bytes}
     expected |= {data_file_name(number): size for number, size in enumerate(saved.file_bytes)}

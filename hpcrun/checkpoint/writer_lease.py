@@ -24,7 +24,7 @@ from typing import Any
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import UntrustedFileError, read_regular, temporary_name
 from hpcrun.local_identity import user_name
-from hpcrun.specs.identity import Place, place_of
+from hpcrun.specs.identity import DirectoryLocation, locate_directory
 
 WRITER_RECORD_NAME = "writer.json"
 HEARTBEAT_S, HEARTBEAT_TIMEOUT_S, _RECORD_POLL_S = 2.0, 20.0, 0.5
@@ -46,7 +46,7 @@ class WriterRecord:
     """What starts it again when it has ended, such as a Slurm job; empty where nobody is known to."""
     turn: int
     """Which of these starts it is."""
-    place: Place
+    place: DirectoryLocation
     beats: int = 0
 
     @classmethod
@@ -57,7 +57,7 @@ class WriterRecord:
         where: dict[str, Any] = {
             "host": os.uname().nodename,
             "boot": _boot_id(),
-            "place": place_of(checkpoints),
+            "place": locate_directory(checkpoints),
         }
         return cls(secrets.token_hex(16), **told, **where, life=life[0], turn=life[1])
 
@@ -184,7 +184,7 @@ def find_live_writer(checkpoints: Path) -> str | None:
     seen = _read_writer_record(checkpoints / WRITER_RECORD_NAME)
     if not isinstance(seen, WriterRecord):
         return None
-    here = place_of(checkpoints)
+    here = locate_directory(checkpoints)
     if seen.place.path != here.path and not seen.place.is_same_inode(here):
         return None
     is_here = (seen.host, seen.boot) == (os.uname().nodename, _boot_id())
@@ -205,7 +205,7 @@ def _read_writer_record(path: Path) -> WriterRecord | str | None:
         raise UsageError(str(error)) from None
     try:
         told = json.loads(text)
-        return WriterRecord(**{**told, "place": Place(**told["place"])})
+        return WriterRecord(**{**told, "place": DirectoryLocation(**told["place"])})
     except (ValueError, TypeError, KeyError):
         return text
 

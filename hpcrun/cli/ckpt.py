@@ -21,7 +21,7 @@ from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
     from hpcrun.checkpoint.generation import GenerationReader
-    from hpcrun.specs.saves import Saved
+    from hpcrun.specs.saves import SavedCheckpoint
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,11 +45,11 @@ _Step = Annotated[int | None, typer.Option(help="which saved step; default the n
 def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _Json = False) -> None:
     """List the saved steps of a run and their copies in an object store, and whether all is there."""
     from hpcrun.checkpoint.commit import DAMAGED_PREFIX, LEFT_PREFIX, find_save_problem
-    from hpcrun.specs.saves import read_saves, sort_saves
+    from hpcrun.specs.saves import read_saved_checkpoints, sort_checkpoints
 
     checkpoints = _checkpoints(run)
-    found, unreadable = read_saves(checkpoints)
-    sorted_saves = sort_saves(checkpoints, found)
+    found, unreadable = read_saved_checkpoints(checkpoints)
+    sorted_saves = sort_checkpoints(checkpoints, found)
     standing = {one.path: "left: of a branch that is not gone on from" for one in sorted_saves.left}
     standing |= {
         one.path: f"of another run ({one.run_id})" if one.run_id else "of no known run"
@@ -142,12 +142,12 @@ def verify(
     Of one damaged step it also says whether an older one is whole.
     """
     from hpcrun.errors import EXIT_CHECK_FAILED
-    from hpcrun.specs.saves import read_saves
+    from hpcrun.specs.saves import read_saved_checkpoints
 
     if in_store or url is not None:
         verify_object_copies(run, step, url, endpoint, as_json)
         return
-    found, unreadable = read_saves(_checkpoints(run))
+    found, unreadable = read_saved_checkpoints(_checkpoints(run))
     wanted = found if step is None else [_choose(run, step)]
     results = [_verify_step(saved, jobs) for saved in reversed(wanted)]
     results += [
@@ -249,7 +249,7 @@ def gc(
     from hpcrun.checkpoint.writer_lease import find_live_writer
     from hpcrun.runs.run_state import read_run_states
     from hpcrun.specs.checkpoint import CheckpointSpec
-    from hpcrun.specs.load import load_job_of
+    from hpcrun.specs.load import load_run_job
 
     found = find_run_or_directory(run, use="plan" if dry_run else "act")
     if found.spec.exists():
@@ -258,7 +258,7 @@ def gc(
         in_flight = find_live_writer(found.checkpoints) is not None
     if keep is None or keep_every is None:
         # What a script wants to keep nobody knows: what it has kept so far stays.
-        rule = load_job_of(found).spec.checkpoint if found.spec.exists() else CheckpointSpec(keep=1 << 30)
+        rule = load_run_job(found).spec.checkpoint if found.spec.exists() else CheckpointSpec(keep=1 << 30)
         keep = rule.keep if keep is None else keep
         keep_every = rule.keep_every if keep_every is None else keep_every
     garbage, kept = find_garbage(
@@ -281,7 +281,7 @@ def gc(
     print(f"{verb} {len(garbage)} items, {render_bytes(sum(one.size_bytes for one in garbage))}")
 
 
-def _require_format_2(saved: Saved) -> Saved:
+def _require_format_2(saved: SavedCheckpoint) -> SavedCheckpoint:
     from hpcrun.errors import UsageError
 
     if saved.format_version == 1:
@@ -292,7 +292,7 @@ def _require_format_2(saved: Saved) -> Saved:
     return saved
 
 
-def _as_json(saved: Saved, problem: str | None) -> dict[str, Any]:
+def _as_json(saved: SavedCheckpoint, problem: str | None) -> dict[str, Any]:
     old = saved.format_version == 1
     return {
         "step": saved.step,
@@ -311,7 +311,7 @@ def _as_json(saved: Saved, problem: str | None) -> dict[str, Any]:
     }
 
 
-def _verify_step(saved: Saved, jobs: int | None) -> dict[str, Any]:
+def _verify_step(saved: SavedCheckpoint, jobs: int | None) -> dict[str, Any]:
     """One saved step, read from the first to the last byte."""
     from hpcrun.checkpoint.format import DamagedError
     from hpcrun.checkpoint.generation import GenerationReader

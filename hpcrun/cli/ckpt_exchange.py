@@ -18,7 +18,7 @@ from hpcrun.cli.ckpt_show import (
     refuse_while_running,
     show_progress,
 )
-from hpcrun.specs.sha256sums import SUMS
+from hpcrun.specs.sha256sums import SHA256SUMS_FILE
 from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hpcrun.specs.job import JobSpec
     from hpcrun.specs.load import ResolvedJob
     from hpcrun.specs.rundir import RunDir
-    from hpcrun.specs.saves import Saved
+    from hpcrun.specs.saves import SavedCheckpoint
 
 _FORMATS = ("hf", "dcp", "hpcrun")
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
@@ -89,7 +89,9 @@ def export(
         return
     print(f"step {saved.step} written to {out} ({form}, {len(files)} files, {render_bytes(size)})")
     if exported is not None:
-        _print_import_report(exported, f"to check a copy: cd {shlex.quote(str(out))} && sha256sum -c {SUMS}")
+        _print_import_report(
+            exported, f"to check a copy: cd {shlex.quote(str(out))} && sha256sum -c {SHA256SUMS_FILE}"
+        )
     if left_out:
         print(f"left out of its spec.yaml, being no part of the state: {', '.join(left_out)}")
 
@@ -159,7 +161,7 @@ def import_state(
         return
     _print_left_out(source, left_out)
     _print_import_report(
-        done, "" if done.is_hashed else f"{source} has no {SUMS}: headers and sizes were checked"
+        done, "" if done.is_hashed else f"{source} has no {SHA256SUMS_FILE}: headers and sizes were checked"
     )
     print(f"step {saved.step} ({kind}) is now {saved.path}")
     goes_on = f"hpcrun train --resume {found.id}" if found.spec.exists() else "Checkpointer.load"
@@ -229,12 +231,12 @@ def _import_into_new_run(
     from dataclasses import replace
 
     from hpcrun.specs.load import render_job
-    from hpcrun.specs.records import write_whole
+    from hpcrun.specs.records import write_atomically
     from hpcrun.specs.rundir import new_run
 
     with new_run(resolved.spec.name) as made:
         done = read(made.checkpoints)
-        write_whole(made.spec, render_job(resolved.spec))
+        write_atomically(made.spec, render_job(resolved.spec))
     saved = replace(done.saved, path=made.checkpoints / done.saved.path.name)
     return made, replace(done, saved=saved)
 
@@ -242,7 +244,7 @@ def _import_into_new_run(
 def _make_new_job(source: Path, name: str, job: Path | None) -> tuple[ResolvedJob, list[str]]:
     """The job of the new run, and what was left out of it: one's own is taken whole, another's is not."""
     from hpcrun.errors import UsageError
-    from hpcrun.specs.load import load_job, load_portable
+    from hpcrun.specs.load import load_job, load_portable_job
 
     path = job or source / "spec.yaml"
     if not path.is_file():
@@ -251,39 +253,39 @@ def _make_new_job(source: Path, name: str, job: Path | None) -> tuple[ResolvedJo
             if job is None
             else f"--job {path}: no such file"
         )
-    return (load_job(path, [f"name={name}"]), []) if job is not None else load_portable(path, name)
+    return (load_job(path, [f"name={name}"]), []) if job is not None else load_portable_job(path, name)
 
 
 def _load_target_job(run: RunDir, kind: str) -> JobSpec | None:
     """The job that the state has to fit; a script's own directory has none, and takes what a script saved."""
     from hpcrun.errors import UsageError
-    from hpcrun.specs.identity import Identity
-    from hpcrun.specs.load import load_job_of
+    from hpcrun.specs.identity import RunIdentity
+    from hpcrun.specs.load import load_run_job
 
     if run.spec.exists():
-        return load_job_of(run).spec
+        return load_run_job(run).spec
     if kind != "hpcrun":
         raise UsageError(f"{run.path}: has no job that says what {kind} is to become; only saves go there")
     if not run.job.exists():
-        run.identify(Identity.new(run.path))
+        run.identify(RunIdentity.new(run.path))
     return None
 
 
-def _export_hpcrun(run: RunDir, saved: Saved, out: Path, show: Callable[[int], None]) -> list[str]:
+def _export_hpcrun(run: RunDir, saved: SavedCheckpoint, out: Path, show: Callable[[int], None]) -> list[str]:
     from hpcrun.checkpoint.restore.exchange import atomic_directory, copy_generation_out
     from hpcrun.errors import UsageError
-    from hpcrun.specs.base_model import pass_on
-    from hpcrun.specs.load import render_portable
-    from hpcrun.specs.records import write_whole
+    from hpcrun.specs.base_model import copy_base_model
+    from hpcrun.specs.load import render_portable_job
+    from hpcrun.specs.records import write_atomically
 
     if saved.format_version == 1:
         raise UsageError(f"{saved.path}: is of format 1, which holds no hashes; copy the directory")
-    with atomic_directory(out) as aside, pass_on(run.path, aside):
+    with atomic_directory(out) as aside, copy_base_model(run.path, aside):
         copy_generation_out(saved, aside, show)
         if not run.spec.exists():
             return []
-        text, left_out = render_portable(run.spec)
-        write_whole(aside / "spec.yaml", text)
+        text, left_out = render_portable_job(run.spec)
+        write_atomically(aside / "spec.yaml", text)
     return left_out
 
 

@@ -225,9 +225,9 @@ def _choose_copy(store: ObjectStore, run: RunDir, step: int | None) -> ObjectCop
 
 def _job_store(run: RunDir) -> tuple[str, str | None] | None:
     """URL and endpoint from the run's job."""
-    from hpcrun.specs.load import load_job_of
+    from hpcrun.specs.load import load_run_job
 
-    wanted = load_job_of(run).spec.checkpoint.object if run.spec.exists() else None
+    wanted = load_run_job(run).spec.checkpoint.object if run.spec.exists() else None
     return None if wanted is None else (wanted.url, wanted.endpoint)
 
 

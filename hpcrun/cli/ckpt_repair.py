@@ -95,9 +95,9 @@ def _repair(
 def read_inventory(run: RunDir) -> list[InventoryEntry]:
     """What nodes keep of a run's generations, as far as it can be read from here."""
     from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
-    from hpcrun.specs.load import load_job_of
+    from hpcrun.specs.load import load_run_job
 
-    local = load_job_of(run).spec.checkpoint.local if run.spec.exists() else None
+    local = load_run_job(run).spec.checkpoint.local if run.spec.exists() else None
     return find_local_inventory(run.run_id, local)
 
 

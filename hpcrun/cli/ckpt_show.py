@@ -14,8 +14,8 @@ from hpcrun.cli.terminal import escape_control_characters, unescaped_stream
 from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
-    from hpcrun.specs.rundir import RunDir, Use
-    from hpcrun.specs.saves import Saved
+    from hpcrun.specs.rundir import RunDir, RunUse
+    from hpcrun.specs.saves import SavedCheckpoint
 
 SCHEMA_VERSION = 1
 
@@ -25,7 +25,7 @@ def checkpoint_directory(run: str) -> Path:
     return find_run_or_directory(run).checkpoints
 
 
-def find_run_or_directory(word: str, *, use: Use = "read") -> RunDir:
+def find_run_or_directory(word: str, *, use: RunUse = "read") -> RunDir:
     """RUN of these verbs: a run as all verbs know it, or a directory that a script has given to Checkpointer.
 
     Such a directory is known by its path, or by that of its `checkpoints`. UsageError for anything else.
@@ -33,8 +33,8 @@ def find_run_or_directory(word: str, *, use: Use = "read") -> RunDir:
     from pathlib import Path
 
     from hpcrun.errors import UsageError
-    from hpcrun.specs.branch import become_itself
-    from hpcrun.specs.owner import require_mine
+    from hpcrun.specs.branch import make_copy_independent
+    from hpcrun.specs.owner import require_own_run
     from hpcrun.specs.rundir import RunDir, find_run
 
     try:
@@ -61,19 +61,19 @@ def find_run_or_directory(word: str, *, use: Use = "read") -> RunDir:
             ) from None
     saves = RunDir(place)
     if use != "read":
-        require_mine(saves, is_named_by_path=True)
+        require_own_run(saves, is_named_by_path=True)
     if use == "act" and saves.job.exists():
-        become_itself(saves)
+        make_copy_independent(saves)
     return saves
 
 
-def choose_saved_step(run: str, step: int | None) -> Saved:
+def choose_saved_step(run: str, step: int | None) -> SavedCheckpoint:
     """A saved step of a run, or the newest: of what it may go on from, if there is any."""
     from hpcrun.errors import UsageError
-    from hpcrun.specs.saves import read_saves, sort_saves
+    from hpcrun.specs.saves import read_saved_checkpoints, sort_checkpoints
 
     place = checkpoint_directory(run)
-    sorted_saves = sort_saves(place, read_saves(place)[0])
+    sorted_saves = sort_checkpoints(place, read_saved_checkpoints(place)[0])
     found = [*sorted_saves.strangers, *sorted_saves.left, *sorted_saves.line]
     chosen = [saved for saved in found if step is None or saved.step == step]
     if not chosen:

@@ -53,13 +53,13 @@ def draft(
     as_json: _Json = False,
 ) -> None:
     """Ask Slurm and write a profile, with comments for what only an admin knows."""
-    from hpcrun.slurm.cluster_state import ask_cluster
-    from hpcrun.slurm.draft import draft_cluster
+    from hpcrun.slurm.cluster_state import query_cluster
+    from hpcrun.slurm.draft import draft_profile
 
     if out is not None and out.exists() and not force:
         raise UsageError(f"{out}: exists; --force replaces it, --out FILE writes elsewhere")
-    live = ask_cluster(slurm_cluster, timeout)
-    made = draft_cluster(live)
+    live = query_cluster(slurm_cluster, timeout)
+    made = draft_profile(live)
     for key, line in live.unknown.items():
         typer.echo(f"hpcrun: {key}: {line}", err=True)
     if out is not None:
@@ -87,15 +87,15 @@ def check(name: _Name = None, timeout: _Timeout = 30.0, as_json: _Json = False) 
 
     Also whether bash can read the profile's own lines.
     """
-    from hpcrun.slurm.cluster_state import ask_cluster
-    from hpcrun.slurm.draft import differences, doubts, not_compared
-    from hpcrun.slurm.syntax import profile_errors
+    from hpcrun.slurm.cluster_state import query_cluster
+    from hpcrun.slurm.draft import find_profile_differences, find_profile_warnings, find_unconfirmed_keys
+    from hpcrun.slurm.syntax import find_profile_syntax_errors
 
     cluster = _find_profile(name)
-    broken = [f"{key}: {words}" for key, words in profile_errors(cluster)]
-    warnings = doubts(cluster)
-    live = ask_cluster(cluster.slurm_cluster, timeout)
-    found, unknown = differences(cluster, live), not_compared(cluster, live)
+    broken = [f"{key}: {words}" for key, words in find_profile_syntax_errors(cluster)]
+    warnings = find_profile_warnings(cluster)
+    live = query_cluster(cluster.slurm_cluster, timeout)
+    found, unknown = find_profile_differences(cluster, live), find_unconfirmed_keys(cluster, live)
     wrong = [*broken, *found]
     if as_json:
         told: dict[str, Any] = {"name": cluster.name, "ok": not wrong, "differences": found}

@@ -48,7 +48,7 @@ def prepare(
 
     show, done = _progress()
     try:
-        made = core.prepare(
+        made = core.tokenize_files(
             sources,
             out,
             tokenizer=tokenizer,

@@ -63,9 +63,9 @@ def _print_summary(result: Demonstration, seconds: float) -> None:
 
 
 def _demo_job() -> str:
-    from hpcrun.specs.shipped import shipped
+    from hpcrun.specs.shipped import shipped_file
 
-    return display_path(shipped("jobs/demo.yaml"))
+    return display_path(shipped_file("jobs/demo.yaml"))
 
 
 def _plot(resumed: LossCurve, undisturbed: LossCurve, stopped_at: int) -> str:

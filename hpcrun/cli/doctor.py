@@ -16,8 +16,8 @@ from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, UsageError
 if TYPE_CHECKING:
     from hpcrun.specs.cluster import ClusterSpec
     from hpcrun.tuning.finding import Finding
-    from hpcrun.tuning.host.node_report import Host
-    from hpcrun.tuning.registry.nccl_library import Found
+    from hpcrun.tuning.host.node_report import HostReport
+    from hpcrun.tuning.registry.nccl_library import NcclLibraryChoice
 
 SCHEMA_VERSION = 1
 
@@ -110,8 +110,8 @@ def _examine_node(
     root: Path, cluster: str | None, nccl: str | None, reference: float | None, as_json: bool
 ) -> list[Finding]:
     from hpcrun.specs.cluster import NetworkSpec
-    from hpcrun.tuning.host.checks import Question, clock_skew
-    from hpcrun.tuning.host.doctor_report import examine
+    from hpcrun.tuning.host.checks import HostCheckInput, check_clock_skew
+    from hpcrun.tuning.host.doctor_report import examine_host
 
     profile, notes = _load_profile(cluster)
     network = profile.network if profile else NetworkSpec()
@@ -119,8 +119,8 @@ def _examine_node(
     library = _find_nccl_version(nccl, is_here=root == Path("/"))
     advised = _advised_settings(profile, library.version, notes)
     host = _read_node(root, advised)
-    report = examine(Question(host, network, library.version, uses_ucx, advised, library.cuda))
-    skew = clock_skew(host.node, host.time, reference, reference) if reference and host.time else []
+    report = examine_host(HostCheckInput(host, network, library.version, uses_ucx, advised, library.cuda))
+    skew = check_clock_skew(host.node, host.time, reference, reference) if reference and host.time else []
     findings = [*skew, *report.findings]
     if as_json:
         _print_json(report.as_json() | {"findings": [one.as_json() for one in findings], "notes": notes})
@@ -137,13 +137,13 @@ def _examine_node(
     return findings
 
 
-def _read_node(root: Path, advised: Mapping[str, str] | None = None) -> Host:
-    from hpcrun.tuning.host.node_report import look
+def _read_node(root: Path, advised: Mapping[str, str] | None = None) -> HostReport:
+    from hpcrun.tuning.host.node_report import read_host_report
 
     if not root.is_dir():
         raise UsageError(f"--root {root}: is no directory; give the root of a captured tree")
     # Only / itself is looked at live.
-    return look(Path(os.path.realpath(root)) if root.is_absolute() else root, advised=advised)
+    return read_host_report(Path(os.path.realpath(root)) if root.is_absolute() else root, advised=advised)
 
 
 def _load_profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:
@@ -159,24 +159,24 @@ def _load_profile(name: str | None) -> tuple[ClusterSpec | None, list[str]]:
     return found, [] if found else ["no profile: every active adapter counts as one for jobs"]
 
 
-def _find_nccl_version(text: str | None, *, is_here: bool) -> Found:
-    from hpcrun.tuning.registry.nccl_library import Found, Library, find_library
+def _find_nccl_version(text: str | None, *, is_here: bool) -> NcclLibraryChoice:
+    from hpcrun.tuning.registry.nccl_library import NcclLibrary, NcclLibraryChoice, find_nccl_library
     from hpcrun.tuning.registry.registry import parse_version
 
     if text is not None:
-        return Found(Library(parse_version(text), "--nccl-version"))
-    return find_library(environ=os.environ) if is_here else Found(None)
+        return NcclLibraryChoice(NcclLibrary(parse_version(text), "--nccl-version"))
+    return find_nccl_library(environ=os.environ) if is_here else NcclLibraryChoice(None)
 
 
 def _advised_settings(
     profile: ClusterSpec | None, version: tuple[int, ...] | None, notes: list[str]
 ) -> dict[str, str]:
     """What jobs get by the profile; where that is wrong, they get no advice, and a note says so."""
-    from hpcrun.tuning.advice import Situation, advise
+    from hpcrun.tuning.advice import AdviceContext, advise_settings
 
     named = {name: value for name, value in profile.env.items() if value is not None} if profile else {}
     try:
-        return advise(Situation(profile, 0, nccl=version)).environment() | named
+        return advise_settings(AdviceContext(profile, 0, nccl=version)).environment() | named
     except UsageError as error:
         notes.append(f"jobs get no settings: {error}")
         return named
@@ -186,8 +186,8 @@ def _examine_all_nodes(cluster: str | None, nccl: str | None, connect: bool, as_
     from hpcrun.health.connectivity import check_all_connections
     from hpcrun.health.fleet_doctor import require_allocation, run_fleet_doctor
     from hpcrun.slurm.allocation import find_allocation
-    from hpcrun.tuning.finding import read_finding, worst_first
-    from hpcrun.tuning.host.fleet import compare
+    from hpcrun.tuning.finding import parse_finding, sort_findings
+    from hpcrun.tuning.host.fleet import compare_nodes
 
     profile, notes = _load_profile(cluster)
     _find_nccl_version(nccl, is_here=False)
@@ -198,22 +198,22 @@ def _examine_all_nodes(cluster: str | None, nccl: str | None, connect: bool, as_
     findings = [finding for one in answers for finding in one.findings]
     interface = profile.network.interface if profile else None
     if len(reports) > 1:
-        findings += compare(reports, interface)
+        findings += compare_nodes(reports, interface)
     if connect and len(reports) > 1:
         findings += check_all_connections(allocation, interface)
     own = {
-        node: [read_finding(values) for values in report.get("findings", ())]
+        node: [parse_finding(values) for values in report.get("findings", ())]
         for node, report in reports.items()
     }
-    every = [*worst_first(findings), *(finding for of in own.values() for finding in of)]
+    every = [*sort_findings(findings), *(finding for of in own.values() for finding in of)]
     if as_json:
-        between = [one.as_json() for one in worst_first(findings)]
+        between = [one.as_json() for one in sort_findings(findings)]
         _print_json({"nodes": list(reports.values()), "findings": between, "notes": notes})
         return every
     for line in notes:
         typer.echo(f"hpcrun: {line}", err=True)
     print(f"{len(reports)} of {len(answers)} nodes have answered")
-    _print_findings(worst_first(findings), "the nodes are alike")
+    _print_findings(sort_findings(findings), "the nodes are alike")
     _print_by_node(own)
     return every
 
@@ -221,19 +221,19 @@ def _examine_all_nodes(cluster: str | None, nccl: str | None, connect: bool, as_
 def _print_by_node(own: Mapping[str, list[Finding]]) -> None:
     """Findings of the nodes themselves, each once with the nodes that have it."""
     from hpcrun.hostlist import fold_hosts
-    from hpcrun.tuning.finding import worst_first
+    from hpcrun.tuning.finding import sort_findings
 
     nodes_of: dict[Finding, list[str]] = {}
     for node, findings in own.items():
         for one in findings:
             nodes_of.setdefault(one, []).append(node)
-    for one in worst_first(nodes_of):
+    for one in sort_findings(nodes_of):
         print(f"{one.level:9}  {fold_hosts(nodes_of[one])}  {one.check}  {one}")
 
 
 def _compare_reports(words: list[str], cluster: str | None, as_json: bool) -> list[Finding]:
-    from hpcrun.tuning.host.doctor_report import read_reports
-    from hpcrun.tuning.host.fleet import compare
+    from hpcrun.tuning.host.doctor_report import parse_doctor_reports
+    from hpcrun.tuning.host.fleet import compare_nodes
 
     if words[0] != "compare":
         raise UsageError(
@@ -243,8 +243,8 @@ def _compare_reports(words: list[str], cluster: str | None, as_json: bool) -> li
     profile, _ = _load_profile(cluster)
     reports: dict[str, dict[str, Any]] = {}
     for word in words[1:]:
-        reports |= read_reports(_read_json(Path(word)), word)
-    findings = list(compare(reports, profile.network.interface if profile else None))
+        reports |= parse_doctor_reports(_read_json(Path(word)), word)
+    findings = list(compare_nodes(reports, profile.network.interface if profile else None))
     if as_json:
         _print_json({"compared": list(reports), "findings": [one.as_json() for one in findings]})
     else:
@@ -271,11 +271,16 @@ def _check_counters(root: Path, target: Path | None, since: Path | None, as_json
 
     from hpcrun.files import check_output
     from hpcrun.specs.records import write_json
-    from hpcrun.tuning.host.counters import diagnose, growth, read_counters, take
-    from hpcrun.tuning.host.node_report import ask_captured, ask_here
+    from hpcrun.tuning.host.counters import (
+        compare_counters,
+        diagnose_counters,
+        parse_counters,
+        read_host_counters,
+    )
+    from hpcrun.tuning.host.node_report import captured_command_runner, run_host_command
 
     host = _read_node(root)
-    now = take(host, root, ask_here if host.time else ask_captured(root))
+    now = read_host_counters(host, root, run_host_command if host.time else captured_command_runner(root))
     if host.time:
         now = replace(now, time=time.time())
     if target is not None:
@@ -289,8 +294,8 @@ def _check_counters(root: Path, target: Path | None, since: Path | None, as_json
         if as_json:
             _print_json({"node": now.node, "counters": len(now.values), "file": str(target)})
         return []
-    grown = growth(read_counters(_read_json(since), str(since)), now)
-    findings = list(diagnose(grown))
+    grown = compare_counters(parse_counters(_read_json(since), str(since)), now)
+    findings = list(diagnose_counters(grown))
     if as_json:
         _print_json({"growth": grown.as_json(), "findings": [one.as_json() for one in findings]})
     else:

@@ -20,7 +20,14 @@ def compare_pairs(
 ) -> list[Finding]:
     """Read the outputs of trials, print what they say and what comes next; gives the findings."""
     from hpcrun.hostlist import expand_hosts
-    from hpcrun.tuning.host.pair_trials import among, ends_of, judge, next_pairs, parse_trials, stand
+    from hpcrun.tuning.host.pair_trials import (
+        check_pair_trials,
+        choose_next_pairs,
+        evaluate_trials,
+        parse_pair_trials,
+        trial_endpoints,
+        trials_of_nodes,
+    )
 
     if not words:
         raise UsageError(
@@ -29,10 +36,10 @@ def compare_pairs(
     nodes = list(expand_hosts(words[0]))
     if len(nodes) < 2:
         raise UsageError(f"doctor pairs {words[0]}: it takes two nodes; three or more can name one")
-    ends = ends_of(nodes, adapters)
-    trials = [trial for name in words[1:] for trial in parse_trials(_read_text(Path(name)), name)]
-    standing = stand(ends, among(ends, trials), at_least_GBps)
-    findings, coming = list(judge(standing)), next_pairs(standing)
+    ends = trial_endpoints(nodes, adapters)
+    trials = [trial for name in words[1:] for trial in parse_pair_trials(_read_text(Path(name)), name)]
+    standing = evaluate_trials(ends, trials_of_nodes(ends, trials), at_least_GBps)
+    findings, coming = list(check_pair_trials(standing)), choose_next_pairs(standing)
     if as_json:
         content = {
             "clear": [end for end in ends if end in standing.clear],

@@ -58,10 +58,10 @@ def show(
             {"fabric": network.fabric.as_json(), **states, "notes": [*network.notes, *network.damaged]}
         )
         return
-    from hpcrun.fabric.draw import tree_text
+    from hpcrun.fabric.draw import render_fabric_tree
 
     _print_notes(network)
-    print(tree_text(network.fabric, network.states), end="")
+    print(render_fabric_tree(network.fabric, network.states), end="")
 
 
 @app.command()
@@ -137,14 +137,14 @@ def avoid(
     """Keep jobs away from nodes; without NODES: which are kept away from, and why."""
     import time
 
-    from hpcrun.specs.badnodes import add_bad_node, bad_node_files, load_bad_nodes, parse_until
+    from hpcrun.specs.badnodes import add_bad_node, bad_node_files, load_bad_nodes, parse_expiry
 
     files, now = bad_node_files(), time.time()
     if nodes is not None:
         if not reason:
             raise UsageError("--reason is missing; say why, for whoever reads the list")
         path = files["site" if site else "user"]
-        add_bad_node(path, nodes, reason, parse_until(until, now), now=now, by=user_name())
+        add_bad_node(path, nodes, reason, parse_expiry(until, now), now=now, by=user_name())
         print(path)
         return
     found = load_bad_nodes(files.values())
@@ -165,7 +165,7 @@ def require_network(
     reservation: str | None = None,
 ) -> NetworkState:
     """The network of a file, or of the live cluster; SiteError where there is neither."""
-    from hpcrun.slurm.cluster_state import ask_cluster
+    from hpcrun.slurm.cluster_state import query_cluster
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.submission.placement_preview import load_network
 
@@ -173,7 +173,7 @@ def require_network(
     if topology is not None:
         return load_network(profile, None, file=topology)
     try:
-        live = ask_cluster(profile.slurm_cluster if profile else None)
+        live = query_cluster(profile.slurm_cluster if profile else None)
     except SiteError as error:
         raise SiteError(f"{error}; --topology FILE reads a captured topology") from None
     return load_network(profile, live, partition=partition, reservation=reservation)
@@ -185,11 +185,11 @@ def _print_notes(network: NetworkState) -> None:
 
 
 def _print_forecast(found: PlacementPreview) -> None:
-    from hpcrun.fabric.draw import tree_text
+    from hpcrun.fabric.draw import render_fabric_tree
 
     placed = found.placed
     network = found.network
-    print(tree_text(network.fabric, network.states, placed.placement, placed.spares))
+    print(render_fabric_tree(network.fabric, network.states, placed.placement, placed.spares))
     for line in found.notes:
         print(line)
     print(f"order   {', '.join(placed.placement.nodes)}")
@@ -207,10 +207,10 @@ def _costliest_axis(found: PlacementPreview) -> str:
 
 
 def _draw(path: Path, found: PlacementPreview, degrees: ParallelDegrees, axis: str | None) -> None:
-    from hpcrun.fabric.draw import svg
+    from hpcrun.fabric.draw import render_placement_svg
 
     placement = found.placed.placement
-    text = svg(found.network.fabric, placement, degrees, axis or _costliest_axis(found))
+    text = render_placement_svg(found.network.fabric, placement, degrees, axis or _costliest_axis(found))
     try:
         write_output(path, text)
     except OSError as error:

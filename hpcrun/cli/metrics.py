@@ -12,7 +12,7 @@ import typer
 from hpcrun.errors import UsageError
 from hpcrun.files import check_output
 from hpcrun.specs.rundir import RunDir, find_runs
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 
 SCHEMA_VERSION = 1
 
@@ -44,7 +44,7 @@ def metrics(
         if names or (dashboard and alerts) or as_json or out:
             raise UsageError("metrics: --dashboard and --alerts stand alone")
         place = "monitoring/dashboard.json" if dashboard else "monitoring/alerts.yaml"
-        print(shipped(place).read_text(encoding="utf-8"), end="")
+        print(shipped_file(place).read_text(encoding="utf-8"), end="")
         return
     if not names:
         raise UsageError("metrics: name a run, or several; or give --dashboard or --alerts")
@@ -65,10 +65,10 @@ def metrics(
     if out is None:
         print(text, end="")
         return
-    from hpcrun.specs.records import write_whole
+    from hpcrun.specs.records import write_atomically
 
     check_output(out)
-    write_whole(out, text, 0o644)
+    write_atomically(out, text, 0o644)
 
 
 def _run_parts(run: RunDir) -> list[RunDir]:

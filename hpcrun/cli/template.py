@@ -35,13 +35,13 @@ _Version = Annotated[str | None, typer.Option(metavar="X", help="Slurm release, 
 @app.command("list")
 def list_templates(as_json: _Json = False) -> None:
     """The templates, nearest first; of several with one name the first is taken."""
-    from hpcrun.slurm.template import SUFFIX, Library
+    from hpcrun.slurm.template import TEMPLATE_SUFFIX, TemplateLibrary
 
-    templates = Library().templates()
+    templates = TemplateLibrary().templates()
     taken = {one.name: one for one in reversed(templates)}
     rows = [
         {
-            "name": one.name.removesuffix(SUFFIX),
+            "name": one.name.removesuffix(TEMPLATE_SUFFIX),
             "origin": one.origin,
             "path": str(one.path),
             "taken": taken[one.name] == one,
@@ -69,22 +69,24 @@ def show(
     as_json: _Json = False,
 ) -> None:
     """The text of a template, what it extends, or the values it gets."""
-    from hpcrun.slurm import contract
-    from hpcrun.slurm.template import Library, read_source
+    from hpcrun.slurm import contract, script_context
+    from hpcrun.slurm.template import TemplateLibrary, read_template_source
 
     if context:
         _show_context(as_json)
         return
     if name is None:
         raise UsageError("no template given; write `hpcrun template show NAME`, or `hpcrun template list`")
-    library = Library()
+    library = TemplateLibrary()
     template = library.find(name)
     layers = library.chain(template)
     if rendered:
-        job = contract.fixture(library, template, _load_profile(profile), _checked_version(slurm_version))
+        job = script_context.example_context(
+            library, template, _load_profile(profile), _checked_version(slurm_version)
+        )
         text = contract.render_script(library, template, job)
     else:
-        text = read_source(template)
+        text = read_template_source(template)
     if as_json:
         chain = [{"origin": layer.origin, "path": str(layer.path)} for layer in layers]
         _print_json({"name": template.name, "layers": chain, "text": text})
@@ -94,7 +96,7 @@ def show(
 
 
 def _show_context(as_json: bool) -> None:
-    from hpcrun.slurm.contract import describe_context
+    from hpcrun.slurm.script_context import describe_context
 
     rows = describe_context()
     if as_json:
@@ -115,9 +117,9 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a file to change: one that extends the template and overrides its blocks."""
-    from hpcrun.slurm.template import BLOCKS, Library, read_source
+    from hpcrun.slurm.template import TEMPLATE_BLOCKS, TemplateLibrary, read_template_source
 
-    library = Library()
+    library = TemplateLibrary()
     template = library.find(name)
     target = (to or library.directories["site"]) / template.name
     if target.exists() and not force:
@@ -125,9 +127,9 @@ def export(
     if target.absolute() == template.path.absolute():
         raise UsageError(f"{target}: is the template itself; --to DIR writes elsewhere")
     if whole or template.origin == "path":  # a file outside of the directories cannot be extended by name
-        text = read_source(template)
+        text = read_template_source(template)
     else:
-        blocks = [f"{{% block {block} %}}\n{{{{ super() -}}}}\n{{% endblock %}}" for block in BLOCKS]
+        blocks = [f"{{% block {block} %}}\n{{{{ super() -}}}}\n{{% endblock %}}" for block in TEMPLATE_BLOCKS]
         about = (
             "{# Change blocks, before or after super(), or without it; remove those that stay as they are. #}"
         )
@@ -148,11 +150,13 @@ def check(
 ) -> None:
     """Render an invented job and see that the script keeps its contract; exit code 1 if not."""
     from hpcrun.slurm import contract
-    from hpcrun.slurm.template import Library
+    from hpcrun.slurm.template import TemplateLibrary
 
-    library = Library()
+    library = TemplateLibrary()
     template = library.find(name)
-    found = contract.check(library, template, _load_profile(profile), _checked_version(slurm_version))
+    found = contract.check_template(
+        library, template, _load_profile(profile), _checked_version(slurm_version)
+    )
     if as_json:
         problems = [{"where": one.where, "key": one.key, "text": one.text} for one in found]
         _print_json({"path": str(template.path), "ok": not found, "problems": problems})
@@ -167,13 +171,15 @@ def diff(
     name: _Name, profile: _Profile = None, slurm_version: _Version = None, as_json: _Json = False
 ) -> None:
     """What a site's template changes in the script of an invented job, against the shipped one."""
-    from hpcrun.slurm import contract
-    from hpcrun.slurm.template import Library
+    from hpcrun.slurm import contract, script_context
+    from hpcrun.slurm.template import TemplateLibrary
 
-    library = Library()
+    library = TemplateLibrary()
     template = library.find(name)
     other = contract.shipped_counterpart(library, template)
-    job = contract.fixture(library, template, _load_profile(profile), _checked_version(slurm_version))
+    job = script_context.example_context(
+        library, template, _load_profile(profile), _checked_version(slurm_version)
+    )
     before = contract.render_script(library.shipped(), other, job)
     after = contract.render_script(library, template, job)
     lines = list(
@@ -195,9 +201,9 @@ def _load_profile(path: Path | None) -> ClusterSpec | None:
 
 
 def _checked_version(version: str | None) -> str | None:
-    from hpcrun.slurm.versions import parse_version
+    from hpcrun.slurm.versions import parse_slurm_version
 
-    if version is not None and parse_version(version) is None:
+    if version is not None and parse_slurm_version(version) is None:
         raise UsageError(f"--slurm-version {version}: is no release of Slurm; write it as 24.05 or 24.05.8")
     return version
 

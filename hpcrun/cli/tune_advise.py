@@ -12,7 +12,7 @@ import typer
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, UsageError
 
 if TYPE_CHECKING:
-    from hpcrun.specs.settings import Settings
+    from hpcrun.specs.settings import CommSettings
 
 SCHEMA_VERSION = 1
 
@@ -39,7 +39,7 @@ def advise(
     """The few communication settings that a job should have, each with its reason; submit sets the same."""
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.load import load_job
-    from hpcrun.tuning.job_settings import foresee
+    from hpcrun.tuning.job_settings import preview_job_settings
     from hpcrun.tuning.registry.registry import parse_version
 
     given = words or []
@@ -51,14 +51,14 @@ def advise(
     name = cluster or spec.cluster
     version = None if nccl_version is None else parse_version(nccl_version)
     profile = None if name == "local" else find_cluster(None if name == "default" else name)
-    settings = foresee(spec, profile, os.environ, version)
+    settings = preview_job_settings(spec, profile, os.environ, version)
     if as_json:
         _print_json(settings.as_json())
     else:
         _print_settings(settings)
 
 
-def _print_settings(settings: Settings) -> None:
+def _print_settings(settings: CommSettings) -> None:
     for one in settings.everywhere:
         print(one)
     for node, of in settings.by_node.items():
@@ -78,17 +78,17 @@ def checklist(
     as_json: _Json = False,
 ) -> None:
     """What an admin checks on a kind of fabric: PFC, ECN, CNP, trust, MTU; to review, never applied."""
-    from hpcrun.tuning.fabrics import find_kind, kinds, render_checklist
+    from hpcrun.tuning.fabrics import find_fabric_kind, load_fabric_kinds, render_fabric_checklist
 
     if kind is None:
         if as_json:
-            _print_json({"kinds": {name: one.title for name, one in kinds().items()}})
+            _print_json({"kinds": {name: one.title for name, one in load_fabric_kinds().items()}})
             return
-        width = max(map(len, kinds()))
-        for name, one in kinds().items():
+        width = max(map(len, load_fabric_kinds()))
+        for name, one in load_fabric_kinds().items():
             print(f"{name:{width}}  {one.title}")
         return
-    text = render_checklist(find_kind(kind))
+    text = render_fabric_checklist(find_fabric_kind(kind))
     if as_json:
         _print_json({"kind": kind, "text": text})
     else:
@@ -101,15 +101,17 @@ def uptake(
 ) -> None:
     """Which of a run's settings were taken up, by the lines of its logs; 1 where one was ignored."""
     from hpcrun.specs.rundir import find_run
-    from hpcrun.specs.settings import read_settings
-    from hpcrun.tuning.log.applied_settings import prove
+    from hpcrun.specs.settings import read_comm_settings
+    from hpcrun.tuning.log.applied_settings import check_applied_settings
 
     attempts = find_run(run).attempts()
-    settings = read_settings(attempts[-1].settings) if attempts else None
+    settings = read_comm_settings(attempts[-1].settings) if attempts else None
     if settings is None:
         raise UsageError(f"{run}: no attempt of it has settings on record; it may not have started yet")
     logs = sorted((attempts[-1].path / "logs").glob("rank-*.log"))
-    found = prove(settings, "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in logs))
+    found = check_applied_settings(
+        settings, "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in logs)
+    )
     if as_json:
         _print_json({"attempt": attempts[-1].number, "uptake": [one.as_json() for one in found]})
     else:

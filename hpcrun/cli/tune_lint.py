@@ -12,8 +12,8 @@ import typer
 from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 
 if TYPE_CHECKING:
-    from hpcrun.tuning.lint.inputs import Gathered, Sources
-    from hpcrun.tuning.lint.lint import Report
+    from hpcrun.tuning.lint.inputs import LintInput, LintSources
+    from hpcrun.tuning.lint.lint import LintReport
 
 SCHEMA_VERSION = 1
 
@@ -62,19 +62,19 @@ def lint(
     as_json: _Json = False,
 ) -> None:
     """What is wrong in an environment; exit code 1 when something in it does not do what it says."""
-    from hpcrun.tuning.issue import plain
-    from hpcrun.tuning.lint.inputs import Sources
+    from hpcrun.tuning.issue import escape_unprintable
+    from hpcrun.tuning.lint.inputs import LintSources
 
     job, overrides = (Path(words[0]), tuple(words[1:])) if words else (None, ())
     gathered, report = _run_lint(
-        Sources(job, overrides, cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
+        LintSources(job, overrides, cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
     )
     if as_json:
         _print_json({"nccl": _describe_library(gathered), **report.as_json()})
     else:
         _print_report(gathered, report)
         for one in (*report.findings, *(report.origins() if show_all else ())):
-            print(plain(str(one)))
+            print(escape_unprintable(str(one)))
         print(_format_summary(report))
     if report.has_errors:
         raise typer.Exit(EXIT_CHECK_FAILED)
@@ -92,31 +92,31 @@ def explain(
     as_json: _Json = False,
 ) -> None:
     """What a variable does, whether this NCCL reads it, its default, effect and risk, and who set it."""
-    from hpcrun.tuning.issue import plain
-    from hpcrun.tuning.lint.explain import explain as explain_one
-    from hpcrun.tuning.lint.inputs import Sources
+    from hpcrun.tuning.issue import escape_unprintable
+    from hpcrun.tuning.lint.explain import explain_variable as explain_one
+    from hpcrun.tuning.lint.inputs import LintSources
 
     gathered, report = _run_lint(
-        Sources(job, (), cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
+        LintSources(job, (), cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
     )
     found = [explain_one(name, report, gathered.library.version) for name in names]
     if as_json:
         _print_json({"nccl": _describe_library(gathered), "variables": [one.as_json() for one in found]})
         return
     _print_report(gathered, report)
-    print("\n\n".join("\n".join(map(plain, one.lines())) for one in found))
+    print("\n\n".join("\n".join(map(escape_unprintable, one.lines())) for one in found))
 
 
-def _run_lint(sources: Sources) -> tuple[Gathered, Report]:
-    from hpcrun.tuning.lint.inputs import gather, report_on
+def _run_lint(sources: LintSources) -> tuple[LintInput, LintReport]:
+    from hpcrun.tuning.lint.inputs import gather_lint_input, lint_gathered
 
     if sources.job is None and sources.cluster is not None:
         raise UsageError("--cluster: says which profile a job has; name the JOB too")
-    gathered = gather(sources, os.environ)
-    return gathered, report_on(gathered)
+    gathered = gather_lint_input(sources, os.environ)
+    return gathered, lint_gathered(gathered)
 
 
-def _print_report(gathered: Gathered, report: Report) -> None:
+def _print_report(gathered: LintInput, report: LintReport) -> None:
     library = gathered.library
     if library.library is None:
         typer.echo("hpcrun: which NCCL is used is not known; --nccl-version X says it", err=True)
@@ -128,7 +128,7 @@ def _print_report(gathered: Gathered, report: Report) -> None:
         typer.echo(f"hpcrun: {line}", err=True)
 
 
-def _format_summary(report: Report) -> str:
+def _format_summary(report: LintReport) -> str:
     counts = {
         level: sum(one.level == level for one in report.findings) for level in ("error", "warning", "note")
     }
@@ -137,12 +137,12 @@ def _format_summary(report: Report) -> str:
     return "; ".join([told, f"{count} variable{'' if count == 1 else 's'} looked at", *report.read])
 
 
-def _describe_library(gathered: Gathered) -> dict[str, Any]:
-    from hpcrun.tuning.registry.registry import show_version
+def _describe_library(gathered: LintInput) -> dict[str, Any]:
+    from hpcrun.tuning.registry.registry import format_version
 
     found = gathered.library
     return {
-        "version": show_version(found.version) if found.version else None,
+        "version": format_version(found.version) if found.version else None,
         "how": found.library.how if found.library else "",
         "others": [str(one) for one in found.others],
     }

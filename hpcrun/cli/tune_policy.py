@@ -16,8 +16,8 @@ from hpcrun.local_identity import user_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from hpcrun.tuning.policy.entry import Run
-    from hpcrun.tuning.policy.policy import RowSpec
+    from hpcrun.tuning.policy.entry import BenchmarkRun
+    from hpcrun.tuning.policy.policy import PolicyRowSpec
 
 SCHEMA_VERSION = 1
 app = typer.Typer(
@@ -65,10 +65,10 @@ def add(
 
     hpcrun tune policy add policy.yaml --set NCCL_IB_QPS_PER_CONNECTION=4 --with on-*.txt --without off-*.txt
     """
-    from hpcrun.tuning.policy.entry import Stated, append_row, make_row
+    from hpcrun.tuning.policy.entry import StatedConditions, append_policy_row, make_policy_row
 
     ours, theirs = _split_sides(outputs)
-    stated = Stated(
+    stated = StatedConditions(
         _parse_assignments(settings),
         when or time.strftime("%Y-%m-%d"),
         by or user_name(),
@@ -78,10 +78,10 @@ def add(
         collective,
     )
     runs = _read_runs(ours), _read_runs(theirs)
-    row = make_row(*runs, stated)
+    row = make_policy_row(*runs, stated)
     _print_unchecked([*runs[0], *runs[1]])
     if not dry_run:
-        rows = append_row(file, row)
+        rows = append_policy_row(file, row)
         typer.echo(f"hpcrun: row {len(rows)} of {file}", err=True)
     if as_json:
         _print_json({"file": str(file), "row": _row_json(row)})
@@ -134,8 +134,8 @@ def _parse_assignments(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _read_runs(names: Sequence[str]) -> list[Run]:
-    from hpcrun.tuning.policy.entry import Run
+def _read_runs(names: Sequence[str]) -> list[BenchmarkRun]:
+    from hpcrun.tuning.policy.entry import BenchmarkRun
     from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
 
     runs = []
@@ -144,11 +144,11 @@ def _read_runs(names: Sequence[str]) -> list[Run]:
             text = Path(name).read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise UsageError(f"{name}: cannot be read: {error.strerror}") from None
-        runs.append(Run(os.fspath(name), parse_nccl_tests(text)))
+        runs.append(BenchmarkRun(os.fspath(name), parse_nccl_tests(text)))
     return runs
 
 
-def _print_unchecked(runs: Sequence[Run]) -> None:
+def _print_unchecked(runs: Sequence[BenchmarkRun]) -> None:
     names = [run.name for run in runs if run.found.unchecked]
     if names:
         told = f"{len(names)} outputs, such as {names[0]}, do not tell whether results were right"
@@ -160,31 +160,31 @@ def _print_unchecked(runs: Sequence[Run]) -> None:
             typer.echo(f"hpcrun: {told}", err=True)
 
 
-def _format_row(row: RowSpec) -> list[str]:
-    from hpcrun.tuning.policy.policy import gains
+def _format_row(row: PolicyRowSpec) -> list[str]:
+    from hpcrun.tuning.policy.policy import measured_gains
 
     least, most = row.nodes
     told = str(least) if least == most else f"{least} to {most}"
     where = f"{told} nodes x {row.ranks_per_node} ranks, NCCL {row.nccl}, {row.when} by {row.by}"
     verdict = _format_verdict(row)
     last = f"supports nothing: {verdict}" if verdict else f"supports {row.assignments} for such jobs"
-    return [f"{row.assignments}  {where}", *(f"{one.says:13} {one}" for one in gains(row)), last]
+    return [f"{row.assignments}  {where}", *(f"{one.says:13} {one}" for one in measured_gains(row)), last]
 
 
-def _format_verdict(row: RowSpec) -> str:
-    from hpcrun.tuning.policy.policy import faults, lacks
+def _format_verdict(row: PolicyRowSpec) -> str:
+    from hpcrun.tuning.policy.policy import lint_objections, why_inconclusive
     from hpcrun.tuning.registry.registry import parse_version
 
-    return lacks(row) or faults(row, parse_version(row.nccl))
+    return why_inconclusive(row) or lint_objections(row, parse_version(row.nccl))
 
 
-def _row_json(row: RowSpec) -> dict[str, Any]:
-    from hpcrun.tuning.policy.policy import gains
+def _row_json(row: PolicyRowSpec) -> dict[str, Any]:
+    from hpcrun.tuning.policy.policy import measured_gains
 
     verdict = _format_verdict(row)
     plain = row.model_dump(mode="json", by_alias=True, exclude={"measured"})
     return plain | {
-        "measured": [one.as_json() for one in gains(row)],
+        "measured": [one.as_json() for one in measured_gains(row)],
         "is_supported": not verdict,
         "why_not": verdict,
     }

@@ -15,11 +15,11 @@ from hpcrun.files import write_output
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from hpcrun.tuning.log.changes import Change
-    from hpcrun.tuning.log.diagnosis import Diagnoses
+    from hpcrun.tuning.log.changes import AlgorithmChange
+    from hpcrun.tuning.log.diagnosis import LogDiagnoses
     from hpcrun.tuning.log.nccl_log import NcclLog
-    from hpcrun.tuning.model.platforms import ErrorSpec, Library, PlatformSpec
-    from hpcrun.tuning.model.predict import Ground, Kind, Prediction
+    from hpcrun.tuning.model.platforms import CollectiveLibrary, ModelErrorSpec, PlatformSpec
+    from hpcrun.tuning.model.predict import AlphaBetaInput, PredictedCollective, Prediction
 
 SCHEMA_VERSION = 1
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -58,10 +58,10 @@ def predict(
     as_json: _Json = False,
 ) -> None:
     """Which algorithm wins at which size, by how much, and whether the model can tell."""
-    from hpcrun.tuning.model.predict import parse_sizes
+    from hpcrun.tuning.model.predict import parse_message_sizes
 
     asked = _RankLayoutOptions(words or [], nodes, ranks_per_node, platform, topology, cluster)
-    wanted = parse_sizes(sizes)
+    wanted = parse_message_sizes(sizes)
     kind, chosen = _parse_collective(collective), _parse_library(library)
     if log is not None and chosen != "nccl":
         raise UsageError(f"--log: an NCCL log says nothing of {library}; leave one of the two out")
@@ -89,30 +89,30 @@ def read(
     as_json: _Json = False,
 ) -> None:
     """What a log of NCCL or nccl-tests tells: ways, algorithms used, what warnings mean, what times lack."""
-    from hpcrun.tuning.log.changes import changes
-    from hpcrun.tuning.log.checks import judge_log
-    from hpcrun.tuning.log.diagnosis import diagnose
+    from hpcrun.tuning.log.changes import compare_algorithms
+    from hpcrun.tuning.log.checks import check_nccl_log
+    from hpcrun.tuning.log.diagnosis import diagnose_nccl_log
     from hpcrun.tuning.log.nccl_log import parse_nccl_log
     from hpcrun.tuning.model.platforms import find_platform
     from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
-    from hpcrun.tuning.policy.sweep_findings import judge_sweep
-    from hpcrun.tuning.registry.registry import show_version
-    from hpcrun.tuning.versions import fitting, judge_versions, versions_in
+    from hpcrun.tuning.policy.sweep_findings import check_sweep
+    from hpcrun.tuning.registry.registry import format_version
+    from hpcrun.tuning.versions import check_versions, list_compatible_pairs, parse_versions
 
     text = _read_text(path)
-    log, versions = parse_nccl_log(text), versions_in(text)
-    sweep = judge_sweep(parse_nccl_tests(text), log, find_platform(platform) if platform else None)
+    log, versions = parse_nccl_log(text), parse_versions(text)
+    sweep = check_sweep(parse_nccl_tests(text), log, find_platform(platform) if platform else None)
     old = None if before is None else parse_nccl_log(_read_text(before))
-    moved = () if old is None else changes(old, log)
-    findings = diagnose(log)
+    moved = () if old is None else compare_algorithms(old, log)
+    findings = diagnose_nccl_log(log)
     if as_json:
         told: dict[str, Any] = {} if old is None else {"before": old.version}
         if old is not None:
             told |= {"changes": [one.as_json() for one in moved]}
         told |= {"findings": findings.as_json()}
         told |= {"warnings": {"understood": findings.understood, "unknown": findings.unknown}}
-        checks = [*sweep, *judge_log(log), *judge_versions(versions)]
-        told |= {"versions": {name: [show_version(one) for one in of] for name, of in versions.items()}}
+        checks = [*sweep, *check_nccl_log(log), *check_versions(versions)]
+        told |= {"versions": {name: [format_version(one) for one in of] for name, of in versions.items()}}
         _print_json({**log.as_json(), **told, "checks": [one.as_json() for one in checks]})
         return
     for one in sweep:
@@ -128,9 +128,9 @@ def read(
     if old is not None:
         _print_changes(moved, old, log)
     _print_findings(findings, log)
-    for line in fitting(versions):
+    for line in list_compatible_pairs(versions):
         print(f"versions    {line}")
-    for one in (*judge_log(log), *judge_versions(versions)):
+    for one in (*check_nccl_log(log), *check_versions(versions)):
         print(f"{one.level:11} {one}")
 
 
@@ -168,10 +168,10 @@ class _RankLayoutOptions:
             raise UsageError("--ranks-per-node: is missing, and no platform says how many GPUs a node has")
         return self.nodes, per_node
 
-    def ground(self) -> Ground:
+    def ground(self) -> AlphaBetaInput:
         """Nodes and ranks in the network: the platform's own levels, or the cluster's."""
-        from hpcrun.specs.placement import in_blocks
-        from hpcrun.tuning.model.predict import Ground
+        from hpcrun.specs.placement import place_in_blocks
+        from hpcrun.tuning.model.predict import AlphaBetaInput
 
         nodes, per_node = self.size()
         platform = self.platform
@@ -179,11 +179,11 @@ class _RankLayoutOptions:
         inside = platform.within if platform else None
         reduce_s = 1 / (platform.reduce_GBps * 1e9) if platform and platform.reduce_GBps else 0.0
         if fabric is not None:
-            ranks = in_blocks(fabric.nodes, nodes * per_node, per_node).ranks
+            ranks = place_in_blocks(fabric.nodes, nodes * per_node, per_node).ranks
             assert platform is not None
             small = platform.small_fabric(nodes)
             up_to = platform.small_messages.up_to_bytes if platform.small_messages else 0
-            return Ground(fabric, ranks, inside, reduce_s, small, up_to)
+            return AlphaBetaInput(fabric, ranks, inside, reduce_s, small, up_to)
         if platform and not (self._topology or self._cluster or self._words):
             raise UsageError(
                 f"--platform {self.name}: does not say what its network's levels carry; --topology FILE"
@@ -201,12 +201,12 @@ class _RankLayoutOptions:
         if resolved is None:
             if len(network.fabric.nodes) < nodes:
                 raise UsageError(f"--nodes {nodes}: the topology has {len(network.fabric.nodes)}")
-            ranks = in_blocks(network.fabric.nodes, nodes * per_node, per_node).ranks
+            ranks = place_in_blocks(network.fabric.nodes, nodes * per_node, per_node).ranks
         else:
             from hpcrun.submission.placement_preview import preview_placement
 
             ranks = preview_placement(resolved.spec, resolved.plan, network).placed.placement.ranks
-        return Ground(network.fabric, ranks, inside, reduce_s)
+        return AlphaBetaInput(network.fabric, ranks, inside, reduce_s)
 
     def _job(self) -> Any:
         from hpcrun.specs.load import load_job
@@ -217,8 +217,8 @@ class _RankLayoutOptions:
 
 def _predict(
     asked: _RankLayoutOptions,
-    collective: Kind,
-    library: Library,
+    collective: PredictedCollective,
+    library: CollectiveLibrary,
     sizes: list[int],
     path: Path | None,
     version: tuple[int, int],
@@ -243,7 +243,7 @@ def _predict(
                 "as the cluster's levels say",
                 [note],
             )
-        from hpcrun.tuning.model.nccl_model import older_than_the_model
+        from hpcrun.tuning.model.nccl_model import model_version_notes
         from hpcrun.tuning.model.predict import predict_nccl
 
         machine = asked.platform.machine(nodes, per_node, version)
@@ -254,7 +254,7 @@ def _predict(
             )
         source = f"{asked.name}: {asked.platform.source}"
         errors = _load_errors(asked, library, nodes)
-        notes = older_than_the_model(version)
+        notes = model_version_notes(version)
         return predict_nccl(machine, collective, sizes, errors, source, notes=notes)
     ground = asked.ground()
     nodes = len({*ground.ranks})
@@ -265,23 +265,23 @@ def _predict(
 
 
 def _load_errors(
-    asked: _RankLayoutOptions, library: Library, nodes: int
-) -> Callable[[int], ErrorSpec | None]:
-    from hpcrun.tuning.model.platforms import model_error
+    asked: _RankLayoutOptions, library: CollectiveLibrary, nodes: int
+) -> Callable[[int], ModelErrorSpec | None]:
+    from hpcrun.tuning.model.platforms import find_model_error
 
-    return lambda size: model_error(asked.platform, library, nodes, size)
+    return lambda size: find_model_error(asked.platform, library, nodes, size)
 
 
 def _predict_from_log(
-    asked: _RankLayoutOptions, collective: Kind, sizes: list[int], path: Path
+    asked: _RankLayoutOptions, collective: PredictedCollective, sizes: list[int], path: Path
 ) -> Prediction:
     """By the table in the log, or by the graphs in it."""
-    from hpcrun.tuning.log.nccl_log import machine_of, parse_nccl_log
+    from hpcrun.tuning.log.nccl_log import machine_from_log, parse_nccl_log
     from hpcrun.tuning.model.predict import predict_nccl
 
     log = parse_nccl_log(_read_text(path))
     capability = asked.platform.capability if asked.platform else None
-    machine, notes = machine_of(log, str(path), asked.nodes, asked.per_node, capability)
+    machine, notes = machine_from_log(log, str(path), asked.nodes, asked.per_node, capability)
     if asked.platform is not None:
         machine = replace(machine, cpu=asked.platform.cpu, nic_latency_us=asked.platform.nic_latency_us)
     table = log.expectations(collective) if collective != "alltoall" else {}
@@ -290,14 +290,14 @@ def _predict_from_log(
     return predict_nccl(machine, collective, sizes, errors, source, table or None, notes)
 
 
-def _parse_collective(word: str) -> Kind:
-    from hpcrun.tuning.model.predict import KINDS
+def _parse_collective(word: str) -> PredictedCollective:
+    from hpcrun.tuning.model.predict import PREDICTED_COLLECTIVES
 
     plain = word.lower().replace("_", "").replace("-", "")
-    for kind in KINDS:
+    for kind in PREDICTED_COLLECTIVES:
         if kind == plain:
             return kind
-    raise UsageError(f"--collective {word}: is not known; use {', '.join(KINDS)}")
+    raise UsageError(f"--collective {word}: is not known; use {', '.join(PREDICTED_COLLECTIVES)}")
 
 
 def _parse_version(word: str) -> tuple[int, int]:
@@ -307,8 +307,8 @@ def _parse_version(word: str) -> tuple[int, int]:
     return major, minor
 
 
-def _parse_library(word: str) -> Library:
-    names: tuple[Library, ...] = ("nccl", "mpi", "gloo")
+def _parse_library(word: str) -> CollectiveLibrary:
+    names: tuple[CollectiveLibrary, ...] = ("nccl", "mpi", "gloo")
     for name in names:
         if name == word.lower():
             return name
@@ -323,10 +323,10 @@ def _read_text(path: Path) -> str:
 
 
 def _plot_prediction(path: Path, found: Prediction) -> None:
-    from hpcrun.tuning.model.plot import plot_svg
+    from hpcrun.tuning.model.plot import plot_prediction_svg
 
     try:
-        write_output(path, plot_svg(found))
+        write_output(path, plot_prediction_svg(found))
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be written: {error.strerror}; --plot FILE writes elsewhere"
@@ -335,7 +335,7 @@ def _plot_prediction(path: Path, found: Prediction) -> None:
 
 
 def _print_table(found: Prediction) -> None:
-    from hpcrun.tuning.model.plot import shown_size
+    from hpcrun.tuning.model.plot import format_binary_size
 
     ranks = found.nodes * found.per_node
     print(f"{found.collective}, {found.library}: {ranks} ranks on {found.nodes} nodes")
@@ -346,7 +346,7 @@ def _print_table(found: Prediction) -> None:
     if not found.timed:
         print(f"{'size':>7}  order, the fastest first")
         for row in found.rows:
-            print(f"{shown_size(row.size_bytes):>7}  {' > '.join(name for name, _ in row.times)}")
+            print(f"{format_binary_size(row.size_bytes):>7}  {' > '.join(name for name, _ in row.times)}")
         print("The model's error here is unknown: it stands for the order alone, not for times.")
         return
     names = f"{'winner':{width}}  {'second':{width}}"
@@ -355,7 +355,7 @@ def _print_table(found: Prediction) -> None:
         second = row.times[1][0] if len(row.times) > 1 else "-"
         margin = "-" if row.margin is None else f"{100 * row.margin:.0f} %"
         print(
-            f"{shown_size(row.size_bytes):>7}  {row.seconds * 1e6:10.4g}  {row.algbw_GBps:8.4g}"
+            f"{format_binary_size(row.size_bytes):>7}  {row.seconds * 1e6:10.4g}  {row.algbw_GBps:8.4g}"
             f"  {row.busbw_GBps:8.4g}  {row.winner:{width}}  {second:{width}}  {margin:>7}  {row.verdict}"
         )
     print("algbw and busbw in GB/s, as nccl-tests defines them")
@@ -364,7 +364,7 @@ def _print_table(found: Prediction) -> None:
 
 
 def _print_log(log: NcclLog) -> None:
-    from hpcrun.tuning.model.plot import shown_size
+    from hpcrun.tuning.model.plot import format_binary_size
 
     print(f"version     {log.library or 'NCCL'} {log.version or 'unknown'}")
     shape = f"{log.ranks or '?'} ranks on {log.nodes or '?'} nodes"
@@ -383,27 +383,27 @@ def _print_log(log: NcclLog) -> None:
         print(f"table       of {len(log.table)} latencies and bandwidths (`tune predict --log` uses it)")
     for one, calls in sorted(log.chosen.items(), key=lambda pair: (pair[0].collective, pair[0].size_bytes)):
         channels = f", {one.channels} channels" if one.channels else ""
-        size = shown_size(one.size_bytes)
+        size = format_binary_size(one.size_bytes)
         print(f"used        {one.collective} {size}: {one.algo}/{one.proto}{channels}, {calls} calls")
     if not log.chosen:
         print("used        unknown: NCCL from 2.20 on says it with NCCL_DEBUG_SUBSYS=TUNING")
 
 
-def _print_changes(moved: Sequence[Change], old: NcclLog, log: NcclLog) -> None:
-    from hpcrun.tuning.model.plot import shown_size
+def _print_changes(moved: Sequence[AlgorithmChange], old: NcclLog, log: NcclLog) -> None:
+    from hpcrun.tuning.model.plot import format_binary_size
 
     for one in moved:
         differs = one.expected_now is not None and (one.expected_now,) != one.now
         expected = f", where its table has {one.expected_now}" if differs else ""
         ways = f"{' and '.join(one.before)} before, {' and '.join(one.now)} now{expected}"
-        print(f"changed     {one.collective} {shown_size(one.size_bytes)}: {ways}")
+        print(f"changed     {one.collective} {format_binary_size(one.size_bytes)}: {ways}")
     if not (old.chosen and log.chosen):
         print("changed     unknown: one of the logs does not tell what was used")
     elif not moved:
         print("changed     nothing that both logs have")
 
 
-def _print_findings(findings: Diagnoses, log: NcclLog) -> None:
+def _print_findings(findings: LogDiagnoses, log: NcclLog) -> None:
     for one in findings.found:
         meaning = one.meaning
         if meaning.level == "harmless":

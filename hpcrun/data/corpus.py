@@ -30,9 +30,9 @@ from hpcrun.specs.data import PYTHON_STDLIB
 if TYPE_CHECKING:
     from hpcrun.specs.data import DataSpec
 
-FORMAT_VERSION = 1
+TOKEN_FORMAT_VERSION = 1
 BYTE_VOCAB = 256
-ITEM_SIZE = {"uint8": 1, "uint16": 2, "uint32": 4}
+TOKEN_ITEM_SIZE = {"uint8": 1, "uint16": 2, "uint32": 4}
 TEXT_LIMIT_BYTES = 4 << 30
 """Text above this is refused: every rank would hold it in memory, every submit would read it."""
 
@@ -50,7 +50,7 @@ class CorpusFile:
 
 
 @dataclass(frozen=True)
-class Split:
+class HoldoutSplit:
     """Which sequences train and which are held out; depends on nothing but their number and the share.
 
     The held-out sequences stand in equal blocks, evenly spread over the corpus, a block in the middle of
@@ -64,7 +64,7 @@ class Split:
     between: int
 
     @classmethod
-    def of(cls, sequences: int, holdout: float) -> Split:
+    def of(cls, sequences: int, holdout: float) -> HoldoutSplit:
         """Hold out `holdout` of the sequences (at least one unless 0), in at most 64 blocks."""
         if holdout == 0:
             return cls(sequences, 0, 0, sequences)
@@ -107,7 +107,7 @@ class Corpus:
     documents: int | None
     tokenizer: str | None
     seq_len: int
-    split: Split
+    split: HoldoutSplit
     skipped: tuple[tuple[str, str], ...]
     fingerprint: str
 
@@ -147,7 +147,10 @@ class Corpus:
 
     def read(self, begin: int, count: int) -> list[int]:
         """A few tokens, for a person to look at."""
-        item, found = ITEM_SIZE[self.dtype], array({"uint8": "B", "uint16": "H", "uint32": "I"}[self.dtype])
+        item, found = (
+            TOKEN_ITEM_SIZE[self.dtype],
+            array({"uint8": "B", "uint16": "H", "uint32": "I"}[self.dtype]),
+        )
         while len(found) < count:
             path, offset = self.locate(begin + len(found))
             try:
@@ -155,7 +158,7 @@ class Corpus:
                     file.seek(offset * item)
                     block = file.read((count - len(found)) * item)
             except OSError as error:
-                raise _unreadable(path, error) from None
+                raise _unreadable_error(path, error) from None
             found.frombytes(block[: len(block) // item * item])
             if len(found) < count:
                 if self.kind == "tokens":
@@ -169,7 +172,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Sidecar:
+class TokenSidecar:
     """What FILE.bin.json says about a token file; None for what a hand-written one leaves out."""
 
     dtype: str
@@ -182,28 +185,28 @@ class Sidecar:
 
     def render(self) -> str:
         """The JSON text of the sidecar."""
-        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"format_version": TOKEN_FORMAT_VERSION, **asdict(self)}, indent=2) + "\n"
 
 
-def sidecar_path(tokens: Path) -> Path:
+def token_sidecar_path(tokens: Path) -> Path:
     """Where the sidecar of a token file stands."""
     return Path(f"{tokens}.json")
 
 
 def is_token_file(path: Path) -> bool:
     """Whether a path that may be text or tokens is a token file: by its sidecar or the suffix .bin."""
-    return path.suffix == ".bin" or sidecar_path(path).is_file()
+    return path.suffix == ".bin" or token_sidecar_path(path).is_file()
 
 
-def load_sidecar(tokens: Path) -> Sidecar | None:
+def load_token_sidecar(tokens: Path) -> TokenSidecar | None:
     """The sidecar of a token file, or None where there is none; UsageError for one that cannot be used."""
-    path = sidecar_path(tokens)
+    path = token_sidecar_path(tokens)
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_error(path, error) from None
     except ValueError as error:
         raise UsageError(
             f"{path}: is not JSON ({error}); write it again with `hpcrun data prepare`"
@@ -211,15 +214,15 @@ def load_sidecar(tokens: Path) -> Sidecar | None:
     if not isinstance(content, dict):
         raise UsageError(f"{path}: is not a JSON object; write it again with `hpcrun data prepare`")
     version = _field(path, content, "format_version", int)
-    if version > FORMAT_VERSION:
+    if version > TOKEN_FORMAT_VERSION:
         raise UsageError(
             f"{path}: format_version {version} was written by a newer hpcrun, this one reads up to "
-            f"{FORMAT_VERSION}; upgrade hpcrun"
+            f"{TOKEN_FORMAT_VERSION}; upgrade hpcrun"
         )
     dtype = _field(path, content, "dtype", str)
     if dtype not in ("uint16", "uint32"):
         raise UsageError(f"{path}: dtype is {dtype!r}; use uint16 or uint32")
-    sidecar = Sidecar(
+    sidecar = TokenSidecar(
         dtype=dtype,
         tokens=_field(path, content, "tokens", int),
         vocab=_field(path, content, "vocab", int),
@@ -228,7 +231,7 @@ def load_sidecar(tokens: Path) -> Sidecar | None:
         separator=_field(path, content, "separator", int, optional=True),
         sha256=_field(path, content, "sha256", str, optional=True),
     )
-    most = 1 << (8 * ITEM_SIZE[dtype])
+    most = 1 << (8 * TOKEN_ITEM_SIZE[dtype])
     if not 0 < sidecar.vocab <= most:
         raise UsageError(f"{path}: vocab is {sidecar.vocab}; {dtype} allows 1 to {most}")
     return sidecar
@@ -253,15 +256,15 @@ def inspect_corpus(data: DataSpec) -> Corpus:
 
 def _inspect_tokens(data: DataSpec, path: Path) -> Corpus:
     size = _regular_file_size(path)
-    sidecar = load_sidecar(path)
+    sidecar = load_token_sidecar(path)
     if sidecar is None and data.dtype is None:
-        raise UsageError(f"{path}: no {sidecar_path(path).name} beside it; say dtype: uint16 or uint32")
+        raise UsageError(f"{path}: no {token_sidecar_path(path).name} beside it; say dtype: uint16 or uint32")
     if sidecar and data.dtype not in (None, sidecar.dtype):
         raise UsageError(
             f"{path}: dtype {data.dtype} was asked for, its sidecar says {sidecar.dtype}; remove dtype"
         )
     dtype = sidecar.dtype if sidecar else str(data.dtype)
-    tokens, rest = divmod(size, ITEM_SIZE[dtype])
+    tokens, rest = divmod(size, TOKEN_ITEM_SIZE[dtype])
     if rest or (sidecar and tokens != sidecar.tokens):
         expected = (
             f"its sidecar says {sidecar.tokens} tokens" if sidecar else "that is no whole number of tokens"
@@ -282,14 +285,14 @@ def _inspect_tokens(data: DataSpec, path: Path) -> Corpus:
         documents=sidecar.documents if sidecar else None,
         tokenizer=sidecar.tokenizer if sidecar else None,
         seq_len=data.seq_len,
-        split=_split(str(path), tokens, data),
+        split=_split_corpus(str(path), tokens, data),
         skipped=(),
         fingerprint=_fingerprint(f"tokens {dtype} {digest}", files),
     )
 
 
 def _inspect_text(data: DataSpec, text: str) -> Corpus:
-    root, listed = list_text(text, data.pattern)
+    root, listed = list_text_files(text, data.pattern)
     size = sum(file.size_bytes for file in listed)
     if size > TEXT_LIMIT_BYTES:
         raise UsageError(
@@ -304,7 +307,7 @@ def _inspect_text(data: DataSpec, text: str) -> Corpus:
         else:
             files.append(file)
     if not files:
-        raise UsageError(nothing_left(text, skipped))
+        raise UsageError(all_skipped_message(text, skipped))
     tokens = sum(file.size_bytes + 1 for file in files)
     return Corpus(
         kind="text",
@@ -316,20 +319,20 @@ def _inspect_text(data: DataSpec, text: str) -> Corpus:
         documents=len(files),
         tokenizer="bytes",
         seq_len=data.seq_len,
-        split=_split(text, tokens, data),
+        split=_split_corpus(text, tokens, data),
         skipped=tuple(skipped),
         fingerprint=_fingerprint("text uint8", files),
     )
 
 
-def _split(name: str, tokens: int, data: DataSpec) -> Split:
+def _split_corpus(name: str, tokens: int, data: DataSpec) -> HoldoutSplit:
     sequences = (tokens - 1) // data.seq_len
     if sequences < 1:
         raise UsageError(
             f"{name}: {tokens} tokens, a sequence of seq_len {data.seq_len} takes {data.seq_len + 1}; "
             "use more data or a smaller seq_len"
         )
-    split = Split.of(sequences, data.holdout)
+    split = HoldoutSplit.of(sequences, data.holdout)
     if split.train_sequences < 1:
         raise UsageError(
             f"{name}: holdout {data.holdout:g} of {sequences} sequences leaves none to train on (the "
@@ -345,7 +348,7 @@ def _fingerprint(kind: str, files: Sequence[CorpusFile]) -> str:
     return digest.hexdigest()[:32]
 
 
-def list_text(text: str, pattern: str) -> tuple[Path, list[CorpusFile]]:
+def list_text_files(text: str, pattern: str) -> tuple[Path, list[CorpusFile]]:
     """The documents of a text file or directory, sorted by path, and the directory they are below.
 
     Hidden and empty files are left out; a directory that links lead back to is entered once.
@@ -357,11 +360,11 @@ def list_text(text: str, pattern: str) -> tuple[Path, list[CorpusFile]]:
         patterns.append("*.py")
     else:
         root = Path(expand_path(text))
-    if not stat.S_ISDIR(_status(root).st_mode):
+    if not stat.S_ISDIR(_stat_file(root).st_mode):
         return root.parent, [CorpusFile(root.name, _regular_file_size(root))]
     files = [
         CorpusFile(path, size)
-        for path, size in _walk(root, ignored)
+        for path, size in _walk_files(root, ignored)
         if size and all(PurePosixPath(path).match(wanted) for wanted in patterns)
     ]
     if not files:
@@ -369,7 +372,7 @@ def list_text(text: str, pattern: str) -> tuple[Path, list[CorpusFile]]:
     return root, sorted(files, key=lambda file: os.fsencode(file.path))
 
 
-def _walk(root: Path, ignored: frozenset[str]) -> Iterator[tuple[str, int]]:
+def _walk_files(root: Path, ignored: frozenset[str]) -> Iterator[tuple[str, int]]:
     entered: set[tuple[int, int]] = set()
     pending = [""]
     while pending:
@@ -396,22 +399,22 @@ def _walk(root: Path, ignored: frozenset[str]) -> Iterator[tuple[str, int]]:
                 elif stat.S_ISREG(found.st_mode):
                     yield path, found.st_size
         except OSError as error:
-            raise _unreadable(at, error) from None
+            raise _unreadable_error(at, error) from None
 
 
-def _status(path: Path) -> os.stat_result:
+def _stat_file(path: Path) -> os.stat_result:
     try:
         status = path.stat()
         if stat.S_ISREG(status.st_mode):
             with path.open("rb"):  # a job that cannot read its data is refused before it queues
                 pass
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_error(path, error) from None
     return status
 
 
 def _regular_file_size(path: Path) -> int:
-    status = _status(path)
+    status = _stat_file(path)
     if stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{path}: is a directory; tokens names one file, use text for a directory of text")
     if not stat.S_ISREG(status.st_mode):
@@ -435,18 +438,18 @@ def why_not_text(path: Path, *, utf8: bool = False) -> str | None:
     except UnicodeDecodeError:
         return "is not UTF-8"
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable_error(path, error) from None
     return None
 
 
-def nothing_left(name: str, skipped: Sequence[tuple[str, str]]) -> str:
+def all_skipped_message(name: str, skipped: Sequence[tuple[str, str]]) -> str:
     """The message for a corpus of which every file was left out."""
     path, reason = skipped[0]
     rest = f", and {len(skipped) - 1} more files were left out" if len(skipped) > 1 else ""
     return f"{name}: no text in it; {path} {reason}{rest}"
 
 
-def _unreadable(path: Path, error: OSError) -> UsageError:
+def _unreadable_error(path: Path, error: OSError) -> UsageError:
     if isinstance(error, FileNotFoundError):
         return UsageError(f"{path}: {'is a link to nothing' if path.is_symlink() else 'does not exist'}")
     return UsageError(f"{path}: cannot be read: {error.strerror}")

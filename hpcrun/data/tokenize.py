@@ -17,11 +17,11 @@ from typing import BinaryIO, Protocol
 
 from hpcrun.data.corpus import (
     BYTE_VOCAB,
-    ITEM_SIZE,
-    Sidecar,
-    list_text,
-    nothing_left,
-    sidecar_path,
+    TOKEN_ITEM_SIZE,
+    TokenSidecar,
+    all_skipped_message,
+    list_text_files,
+    token_sidecar_path,
     why_not_text,
 )
 from hpcrun.errors import SiteError, UsageError
@@ -34,15 +34,15 @@ _END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]"
 
 
 @dataclass(frozen=True)
-class Prepared:
+class TokenizedText:
     """A token file that was written: its path, its sidecar, and the files left out with the reason."""
 
     path: Path
-    sidecar: Sidecar
+    sidecar: TokenSidecar
     skipped: tuple[tuple[str, str], ...]
 
 
-class _Encoder(Protocol):
+class _TokenEncoder(Protocol):
     vocab: int
     separator: int
     utf8: bool
@@ -52,7 +52,7 @@ class _Encoder(Protocol):
         """Each piece as little-endian tokens of `item` bytes."""
 
 
-class _Bytes:
+class _ByteEncoder:
     vocab, separator, utf8, bytes_a_token_at_most = BYTE_VOCAB, 0, False, 1
 
     def encode(self, pieces: Sequence[bytes], item: int) -> list[bytes]:
@@ -64,7 +64,7 @@ class _Bytes:
         return encoded
 
 
-class _Tokenizer:
+class _TokenizerEncoder:
     utf8, bytes_a_token_at_most = True, 8  # a generous guess: a full disk is better foreseen than met
 
     def __init__(self, path: Path, eos: str | None) -> None:
@@ -118,7 +118,7 @@ def _configured_eos(path: Path) -> list[str]:
         return []  # the file is a convenience of others; without it the usual names are tried
 
 
-def prepare(
+def tokenize_files(
     sources: Sequence[str],
     out: Path,
     *,
@@ -128,7 +128,7 @@ def prepare(
     eos: str | None = None,
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
-) -> Prepared:
+) -> TokenizedText:
     """Write the documents of files and directories, in their order, to a token file with its sidecar.
 
     `tokenizer` is bytes or the path of a tokenizer.json, whose special tokens are plain text where a
@@ -136,40 +136,44 @@ def prepare(
     the tokenizer's own. Documents above 1 MiB are encoded in pieces cut at line ends, which byte-level BPE
     does not notice. `progress` gets (bytes read, bytes in all).
     """
-    for path in (out, sidecar_path(out)):
+    for path in (out, token_sidecar_path(out)):
         if path.exists() and not force:
             raise UsageError(f"{path}: exists already; use --force to replace it, or another --out")
     if not out.parent.is_dir():
         raise UsageError(f"{out}: there is no directory {out.parent}; create it first")
     if tokenizer == "bytes" and eos:
         raise UsageError("--eos is for a tokenizer.json; with bytes a document ends with a 0 byte")
-    encoder: _Encoder = _Bytes() if tokenizer == "bytes" else _Tokenizer(Path(expand_path(tokenizer)), eos)
+    encoder: _TokenEncoder = (
+        _ByteEncoder() if tokenizer == "bytes" else _TokenizerEncoder(Path(expand_path(tokenizer)), eos)
+    )
     dtype = _fitting_dtype(dtype, encoder.vocab)
     documents = _documents(sources, pattern, out)
     tokens_at_least = _size(documents) // encoder.bytes_a_token_at_most + len(documents)
     skipped: list[tuple[str, str]] = []
-    with _site_errors(out):
-        _check_room(out, tokens_at_least * ITEM_SIZE[dtype])
-        with _aside(out) as file:
-            sidecar = _write(file, documents, encoder, dtype, tokenizer, skipped, progress)
+    with _translate_os_errors(out):
+        _check_room(out, tokens_at_least * TOKEN_ITEM_SIZE[dtype])
+        with _atomic_file(out) as file:
+            sidecar = _write_tokens(file, documents, encoder, dtype, tokenizer, skipped, progress)
             if not sidecar.documents:
-                raise UsageError(nothing_left(" ".join(sources), skipped))
-            sidecar_path(out).unlink(missing_ok=True)  # an old sidecar must never describe the new tokens
-        with _aside(sidecar_path(out)) as file:
+                raise UsageError(all_skipped_message(" ".join(sources), skipped))
+            token_sidecar_path(out).unlink(
+                missing_ok=True
+            )  # an old sidecar must never describe the new tokens
+        with _atomic_file(token_sidecar_path(out)) as file:
             file.write(sidecar.render().encode())
-    return Prepared(out, sidecar, tuple(skipped))
+    return TokenizedText(out, sidecar, tuple(skipped))
 
 
-def _write(
+def _write_tokens(
     file: BinaryIO,
     documents: Sequence[tuple[Path, int]],
-    encoder: _Encoder,
+    encoder: _TokenEncoder,
     dtype: str,
     tokenizer: str,
     skipped: list[tuple[str, str]],
     progress: Callable[[int, int], None] | None,
-) -> Sidecar:
-    item = ITEM_SIZE[dtype]
+) -> TokenSidecar:
+    item = TOKEN_ITEM_SIZE[dtype]
     end = encoder.separator.to_bytes(item, "little")
     digest = hashlib.sha256()
     total = _size(documents)
@@ -186,7 +190,7 @@ def _write(
             seen += len(piece)
         if progress:
             progress(seen, total)
-    return Sidecar(
+    return TokenSidecar(
         dtype=dtype,
         tokens=written // item,
         vocab=encoder.vocab,
@@ -208,10 +212,10 @@ def _fitting_dtype(dtype: str | None, vocab: int) -> str:
 
 
 def _documents(sources: Sequence[str], pattern: str, out: Path) -> list[tuple[Path, int]]:
-    own = {out.resolve(), sidecar_path(out).resolve()}
+    own = {out.resolve(), token_sidecar_path(out).resolve()}
     documents = []
     for source in sources:
-        root, files = list_text(source, pattern)
+        root, files = list_text_files(source, pattern)
         documents += [(root / file.path, file.size_bytes) for file in files]
     names = {path.name for path in own}
     documents = [entry for entry in documents if entry[0].name not in names or entry[0].resolve() not in own]
@@ -251,7 +255,7 @@ def _pieces(path: Path) -> Iterator[tuple[bytes, bool]]:
             while block := file.read(_PIECE):
                 held += block
                 if len(held) > _PIECE:
-                    cut = _cut(held)
+                    cut = _cut_position(held)
                     yield held[:cut], False
                     held = held[cut:]
     except OSError as error:
@@ -259,7 +263,7 @@ def _pieces(path: Path) -> Iterator[tuple[bytes, bool]]:
     yield held, True
 
 
-def _cut(text: bytes) -> int:
+def _cut_position(text: bytes) -> int:
     """The last place after a line end and before a word; failing that, before the last character."""
     at = len(text) - 1
     while (at := text.rfind(b"\n", 0, at)) >= 0:
@@ -281,7 +285,7 @@ def _check_room(out: Path, needed: int) -> None:
 
 
 @contextmanager
-def _site_errors(out: Path) -> Iterator[None]:
+def _translate_os_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -295,7 +299,7 @@ def _site_errors(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _aside(path: Path) -> Iterator[BinaryIO]:
+def _atomic_file(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name only when it is complete and on disk."""
     check_output(path)
     aside = path.with_name(temporary_name(path.name))

@@ -14,22 +14,22 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.cost import Loads, Stream, sites_of
+from hpcrun.fabric.cost import LinkLoads, SlotFlow, find_topology_sites
 from hpcrun.fabric.graph import Fabric
-from hpcrun.fabric.rounds import Algorithm, Collective, Round, rounds
+from hpcrun.fabric.rounds import Collective, CollectiveAlgorithm, CommunicationRound, collective_rounds
 
 _UNIT = 1 << 40
 """The size at which loads are counted; a power of two, so that scaling it loses nothing."""
 
 
-class Inside(NamedTuple):
+class IntraNodeLink(NamedTuple):
     """What a rank's way to the others on its node carries, one direction."""
 
     bandwidth_Bps: float
     latency_s: float = 0.0
 
 
-class Pace(NamedTuple):
+class RoundCost(NamedTuple):
     """What one round costs whatever the size, and what it costs a byte of the size."""
 
     latency_s: float
@@ -45,19 +45,19 @@ class Pace(NamedTuple):
         if not self.pipelined or self.times == 1 or not bytes_s:
             return self.times * (self.latency_s + bytes_s)
         # Of (times + pieces - 1) (latency + bytes_s / pieces), the least is at the root of this.
-        best = math.sqrt(bytes_s * (self.times - 1) / self.latency_s) if self.latency_s else _MOST_PIECES
-        choices = {1, *(max(1, min(_MOST_PIECES, math.floor(best) + more)) for more in (0, 1))}
+        best = math.sqrt(bytes_s * (self.times - 1) / self.latency_s) if self.latency_s else _MAX_PIECES
+        choices = {1, *(max(1, min(_MAX_PIECES, math.floor(best) + more)) for more in (0, 1))}
         return min((self.times + pieces - 1) * (self.latency_s + bytes_s / pieces) for pieces in choices)
 
 
-_MOST_PIECES = 1 << 20
+_MAX_PIECES = 1 << 20
 
 
-def collective_s(
+def estimate_collective_seconds(
     fabric: Fabric,
     groups: Sequence[Sequence[str]],
     collective: Collective,
-    algorithm: Algorithm,
+    algorithm: CollectiveAlgorithm,
     size_bytes: float,
 ) -> float | None:
     """Seconds until all groups, given as the node of every rank, are done; None: unknown.
@@ -65,19 +65,19 @@ def collective_s(
     `size_bytes` is what a rank has after (all_gather) or before (all others). `send` is from every rank of a
     group to the next, all at one time. Groups are of one size.
     """
-    found = paces(fabric, groups, collective, algorithm)
+    found = round_costs(fabric, groups, collective, algorithm)
     return None if found is None else sum(one.seconds(size_bytes) for one in found)
 
 
-def paces(
+def round_costs(
     fabric: Fabric,
     groups: Sequence[Sequence[str]],
     collective: Collective,
-    algorithm: Algorithm,
+    algorithm: CollectiveAlgorithm,
     *,
     inner: int = 1,
-    inside: Inside | None = None,
-) -> tuple[Pace, ...] | None:
+    inside: IntraNodeLink | None = None,
+) -> tuple[RoundCost, ...] | None:
     """What every round costs, for any size; None: unknown. `inner` is as in `rounds`."""
     sizes = {len(group) for group in groups}
     if len(sizes) > 1:
@@ -85,24 +85,29 @@ def paces(
     nodes = list(dict.fromkeys(node for group in groups for node in group))
     slot = {node: place for place, node in enumerate(nodes)}
     members = [[slot[node] for node in group] for group in groups]
-    steps = rounds(collective, algorithm, max(sizes, default=0), inner)
+    steps = collective_rounds(collective, algorithm, max(sizes, default=0), inner)
     found = _between_nodes(fabric, nodes, members, steps)
     if found is None or inside is None:
         return found
-    return tuple(_with_inside(pace, step, members, inside) for pace, step in zip(found, steps, strict=True))
+    return tuple(
+        _with_intra_node_link(pace, step, members, inside) for pace, step in zip(found, steps, strict=True)
+    )
 
 
 def _between_nodes(
-    fabric: Fabric, nodes: Sequence[str], members: Sequence[Sequence[int]], steps: Sequence[Round]
-) -> tuple[Pace, ...] | None:
-    sites, site_of = sites_of(fabric, nodes)
+    fabric: Fabric,
+    nodes: Sequence[str],
+    members: Sequence[Sequence[int]],
+    steps: Sequence[CommunicationRound],
+) -> tuple[RoundCost, ...] | None:
+    sites, site_of = find_topology_sites(fabric, nodes)
     # Without latency to know what bytes take, and without bytes to know the latency.
     streams = [
-        Stream("", edges, 0, messages)
+        SlotFlow("", edges, 0, messages)
         for step in steps
         for edges, messages in ((_edges(step, members, _UNIT), 0), (_edges(step, members, 0), 1))
     ]
-    loads = Loads(fabric, sites, len(nodes), streams)
+    loads = LinkLoads(fabric, sites, len(nodes), streams)
     loads.place([site_of[node] for node in nodes])
     spent = [one.seconds for one in loads.cost().axes]
     found = []
@@ -111,12 +116,16 @@ def _between_nodes(
             bytes_s = latency_s = 0.0
         if bytes_s is None or latency_s is None:
             return None
-        reduced = step.share * _most(receiver for _, receiver in step.pairs) if step.reduces else 0.0
-        found.append(Pace(latency_s, bytes_s / _UNIT, step.times, reduced, step.pipelined))
+        reduced = (
+            step.share * _most_ranks_on_one(receiver for _, receiver in step.pairs) if step.reduces else 0.0
+        )
+        found.append(RoundCost(latency_s, bytes_s / _UNIT, step.times, reduced, step.pipelined))
     return tuple(found)
 
 
-def _with_inside(pace: Pace, step: Round, members: Sequence[Sequence[int]], inside: Inside) -> Pace:
+def _with_intra_node_link(
+    pace: RoundCost, step: CommunicationRound, members: Sequence[Sequence[int]], inside: IntraNodeLink
+) -> RoundCost:
     """The round also lasts as long as what stays inside nodes."""
     near = [
         (number, *pair)
@@ -127,8 +136,8 @@ def _with_inside(pace: Pace, step: Round, members: Sequence[Sequence[int]], insi
     if not near:
         return pace
     busiest = max(
-        _most((number, sender) for number, sender, _ in near),
-        _most((number, receiver) for number, _, receiver in near),
+        _most_ranks_on_one((number, sender) for number, sender, _ in near),
+        _most_ranks_on_one((number, receiver) for number, _, receiver in near),
     )
     return pace._replace(
         latency_s=max(pace.latency_s, inside.latency_s),
@@ -136,11 +145,13 @@ def _with_inside(pace: Pace, step: Round, members: Sequence[Sequence[int]], insi
     )
 
 
-def _most(ranks: Iterable[Hashable]) -> int:
+def _most_ranks_on_one(ranks: Iterable[Hashable]) -> int:
     return max(Counter(ranks).values(), default=0)
 
 
-def _edges(step: Round, members: Sequence[Sequence[int]], size_bytes: int) -> dict[tuple[int, int], int]:
+def _edges(
+    step: CommunicationRound, members: Sequence[Sequence[int]], size_bytes: int
+) -> dict[tuple[int, int], int]:
     edges: dict[tuple[int, int], int] = {}
     size = math.ceil(size_bytes * step.share)
     for group in members:

@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from hpcrun.fabric.graph import Fabric
-from hpcrun.fabric.traffic import Flow, Traffic
+from hpcrun.fabric.traffic import Traffic, TrafficFlow
 from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.placement import Placement
 
-Key = tuple[float, ...]
+CostKey = tuple[float, ...]
 """Smaller is better."""
 
 BLOCK = "block"
@@ -48,13 +48,13 @@ class AxisCost:
 
 
 @dataclass(frozen=True)
-class Cost:
+class PlacementCost:
     """What a step's communication costs; prints and dumps to JSON."""
 
     levels: tuple[str, ...]
     """`node`, the fabric's levels from the inside out, `beyond` for what meets nowhere that is known."""
     axes: tuple[AxisCost, ...]
-    key: Key
+    key: CostKey
     """For comparing placements of one job."""
 
     @property
@@ -82,22 +82,26 @@ class Cost:
         return f"{time} a step ({', '.join(parts) or 'no traffic'})"
 
 
-def cost(fabric: Fabric, placement: Placement, degrees: ParallelDegrees, traffic: Traffic) -> Cost:
+def compute_placement_cost(
+    fabric: Fabric, placement: Placement, degrees: ParallelDegrees, traffic: Traffic
+) -> PlacementCost:
     """The modelled cost of a step's communication."""
     nodes = placement.nodes
     place = {node: slot for slot, node in enumerate(nodes)}
-    return cost_of(fabric, nodes, streams_of(traffic, degrees, [place[node] for node in placement.ranks]))
+    return compute_flow_cost(
+        fabric, nodes, slot_flows(traffic, degrees, [place[node] for node in placement.ranks])
+    )
 
 
-def cost_of(fabric: Fabric, nodes: Sequence[str], streams: Sequence[Stream]) -> Cost:
+def compute_flow_cost(fabric: Fabric, nodes: Sequence[str], streams: Sequence[SlotFlow]) -> PlacementCost:
     """The same for streams between slots that stand on these nodes."""
-    sites, site_of = sites_of(fabric, nodes)
-    loads = Loads(fabric, sites, len(nodes), streams)
+    sites, site_of = find_topology_sites(fabric, nodes)
+    loads = LinkLoads(fabric, sites, len(nodes), streams)
     loads.place([site_of[node] for node in nodes])
     return loads.cost()
 
 
-class Stream(NamedTuple):
+class SlotFlow(NamedTuple):
     """A flow between slots: the places of nodes in the order of the ranks."""
 
     axis: str
@@ -108,12 +112,12 @@ class Stream(NamedTuple):
     messages: int
 
 
-def streams_of(traffic: Traffic, degrees: ParallelDegrees, slot_of: Sequence[int]) -> list[Stream]:
+def slot_flows(traffic: Traffic, degrees: ParallelDegrees, slot_of: Sequence[int]) -> list[SlotFlow]:
     """The flows of a job whose ranks stand in these slots."""
-    return [_stream(flow, degrees, slot_of) for flow in traffic.flows]
+    return [_slot_flow(flow, degrees, slot_of) for flow in traffic.flows]
 
 
-def _stream(flow: Flow, degrees: ParallelDegrees, slot_of: Sequence[int]) -> Stream:
+def _slot_flow(flow: TrafficFlow, degrees: ParallelDegrees, slot_of: Sequence[int]) -> SlotFlow:
     edges: dict[tuple[int, int], int] = {}
     inside = 0
     for sender, receiver, count in flow.edges(degrees, len(slot_of)):
@@ -122,10 +126,10 @@ def _stream(flow: Flow, degrees: ParallelDegrees, slot_of: Sequence[int]) -> Str
             inside += count
         else:
             edges[pair] = edges.get(pair, 0) + count
-    return Stream(flow.axis, edges, inside, flow.messages)
+    return SlotFlow(flow.axis, edges, inside, flow.messages)
 
 
-class Site(NamedTuple):
+class TopologySite(NamedTuple):
     """Where nodes stand: those of one site are interchangeable."""
 
     units: tuple[str | None, ...]
@@ -133,12 +137,12 @@ class Site(NamedTuple):
     """One of them; on a ring or torus the only one."""
 
 
-def sites_of(fabric: Fabric, nodes: Sequence[str]) -> tuple[list[Site], dict[str, int]]:
+def find_topology_sites(fabric: Fabric, nodes: Sequence[str]) -> tuple[list[TopologySite], dict[str, int]]:
     """The sites of some nodes, in the order of their first node, and the index of each node's site."""
     nowhere = (None,) * len(fabric.levels)
     gridded = {node for grid in fabric.grids for node in grid.nodes}
     found: dict[tuple[Any, ...], int] = {}
-    sites: list[Site] = []
+    sites: list[TopologySite] = []
     site_of: dict[str, int] = {}
     for node in nodes:
         at = fabric.index.get(node)
@@ -146,12 +150,12 @@ def sites_of(fabric: Fabric, nodes: Sequence[str]) -> tuple[list[Site], dict[str
         mark = (units, node) if node in gridded else units
         site = found.setdefault(mark, len(sites))
         if site == len(sites):
-            sites.append(Site(units, node))
+            sites.append(TopologySite(units, node))
         site_of[node] = site
     return sites, site_of
 
 
-class _Route(NamedTuple):
+class _SiteRoute(NamedTuple):
     """From one site to another: where they meet, and the uplinks on the way there and down again."""
 
     level: int
@@ -160,14 +164,16 @@ class _Route(NamedTuple):
     hops: int
 
 
-class Loads:
+class LinkLoads:
     """The load of every link while slots are put on sites one by one; the search's form of the cost.
 
     All loads are whole bytes, so that no order of moves leaves a rounding error behind. Slots that stand
     nowhere yet cost nothing but their own links: the key of a part is never above the key of the whole.
     """
 
-    def __init__(self, fabric: Fabric, sites: Sequence[Site], slots: int, streams: Sequence[Stream]) -> None:
+    def __init__(
+        self, fabric: Fabric, sites: Sequence[TopologySite], slots: int, streams: Sequence[SlotFlow]
+    ) -> None:
         self.sites = sites
         self._slots = slots
         self.streams = streams
@@ -180,7 +186,7 @@ class Loads:
         self._latency = [0.0]
         for level in fabric.levels:
             self._latency.append(self._latency[-1] + (level.latency_s or 0.0))
-        self._routes: dict[tuple[int, int], _Route] = {}
+        self._routes: dict[tuple[int, int], _SiteRoute] = {}
         self._number_uplinks()
         self._thin = self._thin_levels()
         self.clear()
@@ -257,17 +263,17 @@ class Loads:
         ]
 
     @property
-    def effort(self) -> int:
+    def change_cost(self) -> int:
         """About what a change of two slots and its key cost, in visits of an edge."""
         edges = sum(map(len, self._near)) // max(1, self._slots)
         return 20 + 4 * edges + len(self.streams) * len(self._pace) // 10
 
-    def key(self) -> Key:
+    def key(self) -> CostKey:
         """See the module: what costs are compared by."""
         seconds = sum(self._seconds(index) for index in range(len(self.streams))) if self.timed else 0.0
         return (self._strayed, self._far, seconds, *map(sum, reversed(list(zip(*self._at, strict=True)))))
 
-    def cost(self) -> Cost:
+    def cost(self) -> PlacementCost:
         """The cost of what is placed."""
         axes = tuple(
             AxisCost(
@@ -278,7 +284,7 @@ class Loads:
             for index, stream in enumerate(self.streams)
         )
         levels = ("node", *(level.name for level in self._fabric.levels), "beyond")
-        return Cost(levels, axes, self.key())
+        return PlacementCost(levels, axes, self.key())
 
     def _seconds(self, index: int) -> float:
         pace, out, into = self._pace, self._out[index], self._in[index]
@@ -318,7 +324,7 @@ class Loads:
                 self._thin_out[index][thin][sender] += size
                 self._thin_in[index][thin][receiver] += size
 
-    def _route(self, start: int, end: int) -> _Route:
+    def _route(self, start: int, end: int) -> _SiteRoute:
         top = self._top
         first, second = self.sites[start], self.sites[end]
         pairs = zip(first.units, second.units, strict=True)
@@ -331,7 +337,7 @@ class Loads:
         up, down = (
             tuple(link for link in self._links[site][:level] if link is not None) for site in (start, end)
         )
-        route = self._routes[start, end] = _Route(level, up, down, hops)
+        route = self._routes[start, end] = _SiteRoute(level, up, down, hops)
         return route
 
     def _number_uplinks(self) -> None:
@@ -364,7 +370,7 @@ class Loads:
                     slowest = bandwidth
         return thin
 
-    def _own_links_s(self, stream: Stream) -> float:
+    def _own_links_s(self, stream: SlotFlow) -> float:
         """Time at the busiest link of a node: all that leaves a slot passes it, wherever the slot stands."""
         if not self.timed:
             return 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from xml.sax.saxutils import escape, quoteattr
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.graph import Fabric, plural
+from hpcrun.fabric.graph import Fabric, pluralize
 from hpcrun.hostlist import fold_hosts, sort_hosts
 from hpcrun.mesh import AXES, ParallelDegrees
 from hpcrun.specs.placement import Placement
@@ -48,7 +48,7 @@ def _branches(fabric: Fabric) -> _Branch:
     return root
 
 
-def tree_text(
+def render_fabric_tree(
     fabric: Fabric,
     states: Mapping[str, str] = {},
     placed: Placement | None = None,
@@ -58,17 +58,17 @@ def tree_text(
 
     `states` gives the word for a node's state; without it nothing is said about what is free.
     """
-    root, marks = _branches(fabric), _Marks(states, placed, frozenset(spares))
-    lines = [marks.count(fabric.nodes), *_below(root, marks), *map(str, fabric.grids)]
+    root, marks = _branches(fabric), _NodeMarks(states, placed, frozenset(spares))
+    lines = [marks.count(fabric.nodes), *_render_below(root, marks), *map(str, fabric.grids)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def _below(branch: _Branch, marks: _Marks) -> list[str]:
+def _render_below(branch: _Branch, marks: _NodeMarks) -> list[str]:
     """The lines of what is right below a unit: further units, then nodes."""
     own = marks.lines(branch.nodes) if branch.nodes else []
     if not branch.branches:
         return [f"   {line}" for line in own]
-    items = [_drawn(group, marks) for group in _alike(branch.branches.values(), marks)]
+    items = [_render_group(group, marks) for group in _group_alike(branch.branches.values(), marks)]
     if own:
         items.append([f"in no unit below: {marks.count(branch.nodes)}", *(f"   {line}" for line in own)])
     lines = []
@@ -78,20 +78,22 @@ def _below(branch: _Branch, marks: _Marks) -> list[str]:
     return lines
 
 
-def _drawn(group: Sequence[_Branch], marks: _Marks) -> list[str]:
+def _render_group(group: Sequence[_Branch], marks: _NodeMarks) -> list[str]:
     """A unit, or several alike in one line."""
     nodes = [node for branch in group for node in branch.all_nodes()]
     first = group[0]
     name = first.name if first.name.startswith(first.level) else f"{first.level} {first.name}"
     if len(group) > 1:
-        name = f"{len(group)} {plural(first.level, len(group))} {_listed([branch.name for branch in group])}"
+        name = (
+            f"{len(group)} {pluralize(first.level, len(group))} {_listed([branch.name for branch in group])}"
+        )
     head = f"{name}: {marks.count(nodes)}"
     if first.branches or marks.has_job(nodes):
-        return [head, *_below(first, marks)]
+        return [head, *_render_below(first, marks)]
     return [f"{head}: {', '.join(marks.lines(nodes))}"]
 
 
-class _Marks:
+class _NodeMarks:
     """What is said about nodes: their state, their ranks, and whether they are spare."""
 
     def __init__(self, states: Mapping[str, str], placed: Placement | None, spares: frozenset[str]) -> None:
@@ -109,7 +111,7 @@ class _Marks:
 
     def count(self, nodes: Collection[str]) -> str:
         """How many nodes there are, and how many of them are free."""
-        count = f"{len(nodes)} {plural('node', len(nodes))}"
+        count = f"{len(nodes)} {pluralize('node', len(nodes))}"
         free = sum(self._states.get(node) in FREE for node in nodes)
         return f"{count}, {free} free" if self._states else count
 
@@ -139,7 +141,7 @@ class _Marks:
         return [*lines, *(f"{word} {_listed(others[word])}".strip() for word in order)]
 
 
-def _alike(branches: Iterable[_Branch], marks: _Marks) -> list[list[_Branch]]:
+def _group_alike(branches: Iterable[_Branch], marks: _NodeMarks) -> list[list[_Branch]]:
     """Neighbours that have nothing but nodes of one word, as one group; every other branch alone."""
 
     def kind(branch: _Branch) -> tuple[str, str | None, int]:
@@ -176,7 +178,7 @@ _BOX, _GAP, _LABEL, _ROW = 26, 6, 14, 8
 """Side of a rank's square, space between things, height of a label, ranks in a row and racks in a line."""
 
 
-def svg(fabric: Fabric, placement: Placement, degrees: ParallelDegrees, axis: str) -> str:
+def render_placement_svg(fabric: Fabric, placement: Placement, degrees: ParallelDegrees, axis: str) -> str:
     """Racks, their nodes, and the ranks on each; ranks of one group of the axis have one colour.
 
     The axis is one of the mesh, or `dp` for dp_replicate and dp_shard together. Racks without ranks are only
@@ -199,7 +201,7 @@ def svg(fabric: Fabric, placement: Placement, degrees: ParallelDegrees, axis: st
             top = lowest + _GAP
     count = len(set(groups))
     title = f"{len(placement.ranks)} ranks: {degrees}; one colour for each of the {count} groups along {axis}"
-    title += f"; {left_out} {plural('rack', left_out)} without ranks left out" if left_out else ""
+    title += f"; {left_out} {pluralize('rack', left_out)} without ranks left out" if left_out else ""
     width = max(width + _GAP, 7 * len(title))
     return "\n".join(
         [

@@ -14,7 +14,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Level:
+class FabricLevel:
     """One level of switches, from the node upwards: block (NVLink), leaf, spine, core."""
 
     name: str
@@ -65,7 +65,7 @@ class Fabric:
 
     nodes: tuple[str, ...]
     """In Slurm's node-table order, as far as it is known."""
-    levels: tuple[Level, ...] = ()
+    levels: tuple[FabricLevel, ...] = ()
     """Innermost first; empty: no topology is known."""
     units: tuple[tuple[str | None, ...], ...] = ()
     """For every node its unit at every level; None: in no unit there."""
@@ -151,7 +151,7 @@ class Fabric:
         try:
             return cls(
                 tuple(values["nodes"]),
-                tuple(Level(**level) for level in values["levels"]),
+                tuple(FabricLevel(**level) for level in values["levels"]),
                 tuple(tuple(above) for above in values["units"]),
                 {node: tuple(leaves) for node, leaves in values["rails"].items()},
                 values["source"],
@@ -167,21 +167,23 @@ class Fabric:
 
     def __str__(self) -> str:
         counts = [
-            f"{len(members)} {plural(level.name, len(members))}"
+            f"{len(members)} {pluralize(level.name, len(members))}"
             for level, members in zip(self.levels, self._members, strict=True)
         ]
         counts += [str(grid) for grid in self.grids]
         shape = ", ".join(counts) or "no topology known"
-        return f"{len(self.nodes)} {plural('node', len(self.nodes))}: {shape} ({self.source})"
+        return f"{len(self.nodes)} {pluralize('node', len(self.nodes))}: {shape} ({self.source})"
 
 
-def flat(nodes: Iterable[str], source: str, notes: Sequence[str] = (), *, is_unread: bool = False) -> Fabric:
+def flat_fabric(
+    nodes: Iterable[str], source: str, notes: Sequence[str] = (), *, is_unread: bool = False
+) -> Fabric:
     """Nodes of which nothing more is known; `is_unread`: because a description could not be read."""
     names = tuple(dict.fromkeys(nodes))
     return Fabric(names, (), ((),) * len(names), {}, source, tuple(notes), is_unread=is_unread)
 
 
-def plural(word: str, count: int) -> str:
+def pluralize(word: str, count: int) -> str:
     """`leaf` and `leaves`, `node` and `nodes`."""
     if count == 1:
         return word

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.graph import Fabric, Level, plural
+from hpcrun.fabric.graph import Fabric, FabricLevel, pluralize
 from hpcrun.fabric.tree import level_name
 from hpcrun.hostlist import fold_hosts, sort_hosts
 
@@ -25,7 +25,7 @@ _FEW = 4
 
 
 @dataclass
-class _Network:
+class _InfinibandNetwork:
     """Switches, adapters and cables as printed, keyed by GUID."""
 
     switches: dict[str, str] = field(default_factory=dict)
@@ -39,34 +39,35 @@ class _Network:
     """Lines of ports that were not understood."""
 
 
-def is_ibnetdiscover(text: str) -> bool:
+def is_ibnetdiscover_output(text: str) -> bool:
     """Whether a text looks like the answer of ibnetdiscover."""
     return any(_HEADER.match(line) for line in text.splitlines())
 
 
-def read_ibnetdiscover(text: str, source: str) -> Fabric:
+def parse_ibnetdiscover(text: str, source: str) -> Fabric:
     """The graph of hosts below leaves, and of leaves that cables join.
 
     Switches above the leaves that see each other through lower ones count as one unit: a packet may take any
     of them. What looks like no host, such as the aggregation nodes of the switches, is left out.
     """
-    network = _read(text)
+    network = _parse_network(text)
     _require_whole(network, source)
     notes: list[str] = []
     if network.unread:
         count = len(network.unread)
         first = network.unread[0]
-        notes.append(f"{count} {plural('line', count)} of ports not understood, the first is line {first}")
+        notes.append(f"{count} {pluralize('line', count)} of ports not understood, the first is line {first}")
     names = _switch_names(network.switches)
     rails = _rails(network, notes)
     if not rails:
         why = "; ".join(notes) or "no host (Ca) is described: was the answer cut short?"
         raise UsageError(
-            f"{source}: {len(network.switches)} {plural('switch', len(network.switches))} and no host below"
+            f"{source}: {len(network.switches)} {pluralize('switch', len(network.switches))} and no host"
+            " below"
             f" them; {why}; write down the whole answer of ibnetdiscover"
         )
     heights = _heights(network, rails, notes)
-    joined = _joined(network, heights, names)
+    joined = _group_by_level(network, heights, names)
     leaf_of = {host: [leaf for leaf in leaves if heights.get(leaf) == 0] for host, leaves in rails.items()}
     hosts = sort_hosts(rails) if rails else ()
     units = []
@@ -79,14 +80,14 @@ def read_ibnetdiscover(text: str, source: str) -> Fabric:
     }
     if many:
         notes.append(
-            f"{len(many)} {plural('node', len(many))} below more than one leaf; the first one counts"
+            f"{len(many)} {pluralize('node', len(many))} below more than one leaf; the first one counts"
         )
-    levels = tuple(Level(level_name(height)) for height in range(1 + len(joined))) if hosts else ()
+    levels = tuple(FabricLevel(level_name(height)) for height in range(1 + len(joined))) if hosts else ()
     return Fabric(hosts, levels, tuple(units), many, source, tuple(notes))
 
 
-def _read(text: str) -> _Network:
-    network = _Network()
+def _parse_network(text: str) -> _InfinibandNetwork:
+    network = _InfinibandNetwork()
     at: str | None = None
     for number, line in enumerate(text.splitlines(), start=1):
         if header := _HEADER.match(line):
@@ -106,7 +107,7 @@ def _read(text: str) -> _Network:
     return network
 
 
-def _require_whole(network: _Network, source: str) -> None:
+def _require_whole(network: _InfinibandNetwork, source: str) -> None:
     """UsageError where cables lead to devices that are not described: the hosts there would be lost."""
     missing = [guid for guid in network.named_at if guid not in network.described]
     if missing:
@@ -153,19 +154,19 @@ def _host(text: str) -> str:
     return name if _HOST.fullmatch(name) else ""
 
 
-def _rails(network: _Network, notes: list[str]) -> dict[str, list[str]]:
+def _rails(network: _InfinibandNetwork, notes: list[str]) -> dict[str, list[str]]:
     """The switches that each host is plugged into, in the order of its adapters' names."""
     adapters: dict[str, list[tuple[str, str]]] = {}
     nameless = []
     for guid, text in network.adapters.items():
         host = _host(text)
         if host:
-            adapters.setdefault(host, []).append((_natural(text), guid))
+            adapters.setdefault(host, []).append((_natural_sort_key(text), guid))
         elif "Aggregation Node" not in text:
             nameless.append(text)
     if nameless:
         notes.append(
-            f"{len(nameless)} {plural('adapter', len(nameless))} without a host's name, such as"
+            f"{len(nameless)} {pluralize('adapter', len(nameless))} without a host's name, such as"
             f" {nameless[0][:40]!r}, left out"
         )
     rails: dict[str, list[str]] = {}
@@ -183,12 +184,14 @@ def _rails(network: _Network, notes: list[str]) -> dict[str, list[str]]:
     return {host: switches for host, switches in rails.items() if switches}
 
 
-def _natural(text: str) -> str:
+def _natural_sort_key(text: str) -> str:
     """Sorts mlx5_10 after mlx5_2."""
     return re.sub(r"[0-9]+", lambda digits: digits[0].zfill(8), text)
 
 
-def _heights(network: _Network, rails: Mapping[str, Iterable[str]], notes: list[str]) -> dict[str, int]:
+def _heights(
+    network: _InfinibandNetwork, rails: Mapping[str, Iterable[str]], notes: list[str]
+) -> dict[str, int]:
     """Cables from the nearest leaf to every switch; a leaf is a switch that hosts are plugged into."""
     hosts = Counter(switch for switches in rails.values() for switch in switches)
     cables = {
@@ -212,7 +215,9 @@ def _heights(network: _Network, rails: Mapping[str, Iterable[str]], notes: list[
     return heights
 
 
-def _joined(network: _Network, heights: Mapping[str, int], names: Mapping[str, str]) -> list[dict[str, str]]:
+def _group_by_level(
+    network: _InfinibandNetwork, heights: Mapping[str, int], names: Mapping[str, str]
+) -> list[dict[str, str]]:
     """For every level above the leaves, the name of the unit that each switch is in there.
 
     A cable upwards joins at the level of its upper end, one between equals at the level above them.

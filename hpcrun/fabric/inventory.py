@@ -9,42 +9,50 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcrun.fabric.node_topology import Gpu, HostInside, Nic, fold_cpus, inside, nearness, parse_cpus
+from hpcrun.fabric.node_topology import (
+    Gpu,
+    Nic,
+    NodeTopology,
+    format_cpu_list,
+    gpu_nic_proximity,
+    parse_cpu_list,
+    read_node_topology,
+)
 
 
 @dataclass(frozen=True)
-class Inventory:
+class NodeInventory:
     """A node's inside and the job's share of its CPUs; travels as JSON."""
 
-    inside: HostInside
+    inside: NodeTopology
     cpus: frozenset[int]
     """Those that this process may run on: where Slurm confines the job, those of the job."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "cpus": fold_cpus(self.cpus),
+            "cpus": format_cpu_list(self.cpus),
             "numa": {str(node): cpus for node, cpus in self.inside.numa.items()},
             "gpus": [asdict(gpu) for gpu in self.inside.gpus],
             "nics": [asdict(nic) for nic in self.inside.nics],
         }
 
 
-def take_inventory(root: Path = Path("/")) -> Inventory:
+def read_node_inventory(root: Path = Path("/")) -> NodeInventory:
     """Look at this node, or at the captured tree of one; the CPUs are those of this process."""
-    return Inventory(inside(root), frozenset(os.sched_getaffinity(0)))
+    return NodeInventory(read_node_topology(root), frozenset(os.sched_getaffinity(0)))
 
 
-def try_inventory(limit_s: float = 3.0) -> Inventory | None:
+def try_read_node_inventory(limit_s: float = 3.0) -> NodeInventory | None:
     """That of this node; None where it is not had in time: a driver that is stuck holds whoever asks it."""
-    found: list[Inventory] = []
-    look = threading.Thread(target=lambda: found.append(take_inventory()), name="inventory", daemon=True)
+    found: list[NodeInventory] = []
+    look = threading.Thread(target=lambda: found.append(read_node_inventory()), name="inventory", daemon=True)
     look.start()
     look.join(limit_s)
     return found[0] if found else None
 
 
-def parse_inventory(said: Any) -> Inventory | None:
+def parse_node_inventory(said: Any) -> NodeInventory | None:
     """What `as_json` has made; None for what is no inventory of this version."""
     try:
         gpus = [Gpu(**{**one, "path": tuple(one["path"])}) for one in said["gpus"]]
@@ -53,13 +61,13 @@ def parse_inventory(said: Any) -> Inventory | None:
             for one in said["nics"]
         ]
         numa = {int(node): str(cpus) for node, cpus in said["numa"].items()}
-        cpus = frozenset(parse_cpus(said["cpus"]))
+        cpus = frozenset(parse_cpu_list(said["cpus"]))
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-    return Inventory(HostInside(tuple(gpus), tuple(nics), numa, nearness(gpus, nics)), cpus)
+    return NodeInventory(NodeTopology(tuple(gpus), tuple(nics), numa, gpu_nic_proximity(gpus, nics)), cpus)
 
 
-def gpus_of_job(
+def gpus_visible_to_job(
     there: Sequence[Gpu], environ: Mapping[str, str], asked: int | None, *, in_slurm: bool
 ) -> list[int] | None:
     """The GPUs, by index, that a job's ranks see on a node, in their order; None where that is not known.

@@ -13,7 +13,7 @@ from pathlib import Path
 from hpcrun.errors import UsageError
 from hpcrun.specs.placement import Binding
 
-NEARNESS = ("PIX", "PXB", "PHB", "NODE", "SYS")
+PROXIMITY_LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """nvidia-smi's words, nearest first: one PCIe switch, several, the host bridge, the NUMA node, another."""
 _ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
@@ -59,7 +59,7 @@ class Nic:
 
 
 @dataclass(frozen=True)
-class HostInside:
+class NodeTopology:
     """A node's inside, as far as its files tell it."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -97,7 +97,7 @@ class HostInside:
 
         def rank(nic: Nic) -> tuple[int, float]:
             word = self.near.get((gpu.index, nic.name))
-            return (NEARNESS.index(word) if word else len(NEARNESS)), -(nic.rate_Gbps or 0.0)
+            return (PROXIMITY_LEVELS.index(word) if word else len(PROXIMITY_LEVELS)), -(nic.rate_Gbps or 0.0)
 
         least = min(map(rank, chosen), default=None)
         return [nic for nic in chosen if rank(nic) == least]
@@ -108,11 +108,11 @@ class HostInside:
         near = gpu.cpus or (self.numa.get(gpu.numa, "") if gpu.numa is not None else "")
         if not allowed:
             return near
-        return fold_cpus(set(parse_cpus(near)) & set(allowed) or set(allowed))
+        return format_cpu_list(set(parse_cpu_list(near)) & set(allowed) or set(allowed))
 
-    def far_from_its_cpus(self, allowed: Collection[int]) -> tuple[int, ...]:
+    def gpus_far_from_cpus(self, allowed: Collection[int]) -> tuple[int, ...]:
         """The GPUs that none of the job's CPUs is near to: the job was given cores on another socket."""
-        near = {gpu.index: set(parse_cpus(gpu.cpus)) for gpu in self.gpus}
+        near = {gpu.index: set(parse_cpu_list(gpu.cpus)) for gpu in self.gpus}
         return tuple(index for index, cpus in near.items() if cpus and allowed and not cpus & set(allowed))
 
     def bind(
@@ -150,15 +150,17 @@ class HostInside:
 
     def _share(self, rank: int, local_ranks: int, allowed: Collection[int]) -> str:
         """The CPUs of a NUMA node, neighbours on the same one; of several where the ranks are fewer."""
-        nodes = [set(parse_cpus(cpus)) & set(allowed or parse_cpus(cpus)) for cpus in self.numa.values()]
+        nodes = [
+            set(parse_cpu_list(cpus)) & set(allowed or parse_cpu_list(cpus)) for cpus in self.numa.values()
+        ]
         nodes = [cpus for cpus in nodes if cpus]
         if not nodes:
-            return fold_cpus(allowed)
+            return format_cpu_list(allowed)
         first, beyond = rank * len(nodes) // local_ranks, (rank + 1) * len(nodes) // local_ranks
-        return fold_cpus(cpu for cpus in nodes[first : max(first + 1, beyond)] for cpu in cpus)
+        return format_cpu_list(cpu for cpus in nodes[first : max(first + 1, beyond)] for cpu in cpus)
 
 
-def parse_cpus(text: str) -> tuple[int, ...]:
+def parse_cpu_list(text: str) -> tuple[int, ...]:
     """The numbers in a list of CPUs such as `0-3,8`; what is no number is left out."""
     found: dict[int, None] = {}
     for part in text.split(","):
@@ -167,7 +169,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def fold_cpus(cpus: Iterable[int]) -> str:
+def format_cpu_list(cpus: Iterable[int]) -> str:
     """CPUs as a list such as `0-3,8`."""
     runs: list[list[int]] = []
     for cpu in sorted(set(cpus)):
@@ -178,17 +180,17 @@ def fold_cpus(cpus: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
-def inside(root: Path = Path("/"), topo: str = "") -> HostInside:
+def read_node_topology(root: Path = Path("/"), topo: str = "") -> NodeTopology:
     """Read a node, or the captured tree of one; `topo` is the text of `nvidia-smi topo -m`, which wins."""
-    gpus, notes = _gpus(root), []
-    nics = _nics(root)
-    near = nearness(gpus, nics)
-    matrix = _Matrix(topo)
+    gpus, notes = _read_gpus(root), []
+    nics = _read_nics(root)
+    near = gpu_nic_proximity(gpus, nics)
+    matrix = _TopoMatrix(topo)
     if matrix.gpus and gpus and len(matrix.gpus) != len(gpus):
         notes.append(
             f"nvidia-smi names {len(matrix.gpus)} GPUs, the PCI bus {len(gpus)}; its matrix is left out"
         )
-        matrix = _Matrix("")
+        matrix = _TopoMatrix("")
     if matrix.gpus and not gpus:
         gpus = [Gpu(index, numa=numa, cpus=cpus) for index, (cpus, numa) in sorted(matrix.gpus.items())]
     if not nics:
@@ -199,21 +201,21 @@ def inside(root: Path = Path("/"), topo: str = "") -> HostInside:
     if unknown:
         notes.append(f"GPU {', '.join(unknown)}: the NUMA node is unknown")
     numa = {
-        int(path.name[4:]): line_of(path / "cpulist")
-        for path in entries_of(root / "sys/devices/system/node")
+        int(path.name[4:]): read_sysfs_line(path / "cpulist")
+        for path in list_sysfs_entries(root / "sys/devices/system/node")
         if re.fullmatch(r"node[0-9]{1,5}", path.name)
     }
-    return HostInside(
+    return NodeTopology(
         tuple(gpus), tuple(nics), dict(sorted(numa.items())), near, matrix.nvlinks, tuple(notes)
     )
 
 
-def nearness(gpus: Iterable[Gpu], nics: Collection[Nic]) -> dict[tuple[int, str], str]:
+def gpu_nic_proximity(gpus: Iterable[Gpu], nics: Collection[Nic]) -> dict[tuple[int, str], str]:
     """How near every GPU is to every adapter, by their places in the PCI tree and their NUMA nodes."""
-    return {(gpu.index, nic.name): _nearness(gpu, nic) for gpu in gpus for nic in nics}
+    return {(gpu.index, nic.name): _pci_proximity(gpu, nic) for gpu in gpus for nic in nics}
 
 
-def line_of(path: Path) -> str:
+def read_sysfs_line(path: Path) -> str:
     """What a file of sysfs says; empty where it says nothing."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
@@ -221,7 +223,7 @@ def line_of(path: Path) -> str:
         return ""
 
 
-def entries_of(folder: Path) -> list[Path]:
+def list_sysfs_entries(folder: Path) -> list[Path]:
     """What stands in a folder, by name; nothing where it cannot be read."""
     try:
         return sorted(folder.iterdir())
@@ -229,70 +231,82 @@ def entries_of(folder: Path) -> list[Path]:
         return []
 
 
-def _gpus(root: Path) -> list[Gpu]:
+def _read_gpus(root: Path) -> list[Gpu]:
     found: list[Gpu] = []
-    for device in entries_of(root / "sys/bus/pci/devices"):
-        if not line_of(device / "class").startswith(_GPUS.get(line_of(device / "vendor"), ("none",))):
+    for device in list_sysfs_entries(root / "sys/bus/pci/devices"):
+        if not read_sysfs_line(device / "class").startswith(
+            _GPUS.get(read_sysfs_line(device / "vendor"), ("none",))
+        ):
             continue
-        said = line_of(root / "proc/driver/nvidia/gpus" / device.name / "information")
+        said = read_sysfs_line(root / "proc/driver/nvidia/gpus" / device.name / "information")
         uuid = re.search(r"GPU UUID:\s*(GPU-[0-9a-f-]+)", said)
-        cpus = line_of(device / "local_cpulist")
+        cpus = read_sysfs_line(device / "local_cpulist")
         found.append(
-            Gpu(len(found), device.name, _numa(device), cpus, uuid[1] if uuid else None, _path(device))
+            Gpu(
+                len(found),
+                device.name,
+                _read_numa_node(device),
+                cpus,
+                uuid[1] if uuid else None,
+                _pci_path(device),
+            )
         )
     return found
 
 
-def _nics(root: Path) -> list[Nic]:
+def _read_nics(root: Path) -> list[Nic]:
     found = []
     taken: set[str] = set()
-    for port in entries_of(root / "sys/class/infiniband"):
+    for port in list_sysfs_entries(root / "sys/class/infiniband"):
         device = port / "device"
-        interfaces = tuple(path.name for path in entries_of(device / "net"))
+        interfaces = tuple(path.name for path in list_sysfs_entries(device / "net"))
         taken.update(interfaces)
-        states = [line_of(one / "state") for one in entries_of(port / "ports")]
-        rates = [re.match(r"([0-9.]+) Gb/sec", line_of(one / "rate")) for one in entries_of(port / "ports")]
+        states = [read_sysfs_line(one / "state") for one in list_sysfs_entries(port / "ports")]
+        rates = [
+            re.match(r"([0-9.]+) Gb/sec", read_sysfs_line(one / "rate"))
+            for one in list_sysfs_entries(port / "ports")
+        ]
         found.append(
             Nic(
                 port.name,
                 pci_address(device),
-                _numa(device),
+                _read_numa_node(device),
                 True,
                 any("ACTIVE" in state for state in states) if any(states) else None,
                 max((float(rate[1]) for rate in rates if rate), default=None),
                 interfaces,
-                _path(device),
+                _pci_path(device),
             )
         )
-    for interface in entries_of(root / "sys/class/net"):
+    for interface in list_sysfs_entries(root / "sys/class/net"):
         device = interface / "device"
         if interface.name in taken or not pci_address(device):
             continue
-        state, speed = line_of(interface / "operstate"), line_of(interface / "speed")
+        state, speed = read_sysfs_line(interface / "operstate"), read_sysfs_line(interface / "speed")
         rate = int(speed) / 1000 if re.fullmatch(r"[1-9][0-9]{0,6}", speed) else None
         up = {"up": True, "down": False}.get(state)
         found.append(
             Nic(
                 interface.name,
                 pci_address(device),
-                _numa(device),
+                _read_numa_node(device),
                 False,
                 up,
                 rate,
                 (interface.name,),
-                _path(device),
+                _pci_path(device),
             )
         )
     return sorted(found, key=lambda nic: (not nic.rdma, nic.address, nic.name))
 
 
-def _numa(device: Path) -> int | None:
+def _read_numa_node(device: Path) -> int | None:
     """None where the firmware says nothing, which sysfs shows as -1."""
-    text = line_of(device / "numa_node")
+    text = read_sysfs_line(device / "numa_node")
     return int(text) if re.fullmatch(r"[0-9]{1,5}", text) else None
 
 
-def _steps(device: Path) -> Iterator[str]:
+def _pci_path_parts(device: Path) -> Iterator[str]:
     """The way to a device from the host bridge: its place in sysfs, followed through the links."""
     for part in device.resolve().parts:
         if _ADDRESS.fullmatch(part) or _BRIDGE.fullmatch(part):
@@ -301,15 +315,15 @@ def _steps(device: Path) -> Iterator[str]:
 
 def pci_address(device: Path) -> str:
     """The PCI address of a device by its place in sysfs; empty for one that is on no PCI bus."""
-    steps = list(_steps(device))
+    steps = list(_pci_path_parts(device))
     return steps[-1] if steps and _ADDRESS.fullmatch(steps[-1]) else ""
 
 
-def _path(device: Path) -> tuple[str, ...]:
-    return tuple(_steps(device))[:-1]
+def _pci_path(device: Path) -> tuple[str, ...]:
+    return tuple(_pci_path_parts(device))[:-1]
 
 
-def _nearness(gpu: Gpu, nic: Nic) -> str:
+def _pci_proximity(gpu: Gpu, nic: Nic) -> str:
     """How a GPU and an adapter meet, by the bridges that they have in common."""
     shared = 0
     for a, b in zip(gpu.path, nic.path, strict=False):
@@ -324,7 +338,7 @@ def _nearness(gpu: Gpu, nic: Nic) -> str:
     return "NODE" if gpu.numa is not None and gpu.numa == nic.numa else "SYS"
 
 
-class _Matrix:
+class _TopoMatrix:
     """The text of `nvidia-smi topo -m`: a table of words, and the adapters' names below it."""
 
     def __init__(self, text: str) -> None:
@@ -345,11 +359,11 @@ class _Matrix:
                 self._row(int(words[0][3:]), dict(zip(columns, words[1:], strict=False)), legend)
                 rest = [*words[len(columns) + 1 :], "", ""]
                 numa = int(rest[1]) if re.fullmatch(r"[0-9]{1,5}", rest[1]) else None
-                self.gpus[int(words[0][3:])] = rest[0] if parse_cpus(rest[0]) else "", numa
+                self.gpus[int(words[0][3:])] = rest[0] if parse_cpu_list(rest[0]) else "", numa
 
     def _row(self, gpu: int, cells: Mapping[str, str], legend: Mapping[str, str]) -> None:
         for column, word in cells.items():
-            if word in NEARNESS and not column.startswith("GPU"):
+            if word in PROXIMITY_LEVELS and not column.startswith("GPU"):
                 self.near[gpu, legend.get(column, column)] = word
             elif re.fullmatch(r"NV[0-9]{1,3}", word) and column.startswith("GPU"):
                 low, high = sorted((gpu, int(column[3:])))

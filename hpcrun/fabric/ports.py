@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpcrun.fabric.node_topology import HostInside, entries_of, line_of
+from hpcrun.fabric.node_topology import NodeTopology, list_sysfs_entries, read_sysfs_line
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _STATE = re.compile(r"[0-9]+:\s*(\w+)")
@@ -34,7 +34,7 @@ class Gid:
 
 
 @dataclass(frozen=True)
-class Port:
+class RdmaPort:
     """One port of an RDMA device."""
 
     device: str
@@ -68,7 +68,7 @@ class Port:
 
 
 @dataclass(frozen=True)
-class Interface:
+class NetworkInterface:
     """A network interface as the kernel has it."""
 
     name: str
@@ -102,34 +102,34 @@ class PciLink:
     """How its memory accesses are translated: identity, DMA, DMA-FQ; empty: unknown, or not at all."""
 
 
-def ports(root: Path = Path("/"), *, with_gids: bool = True) -> tuple[Port, ...]:
+def read_rdma_ports(root: Path = Path("/"), *, with_gids: bool = True) -> tuple[RdmaPort, ...]:
     """The ports of every RDMA device; without their tables of GIDs, which are long, for a quick look."""
     found = []
-    for device in entries_of(root / "sys/class/infiniband"):
-        interfaces = tuple(path.name for path in entries_of(device / "device/net"))
-        for port in entries_of(device / "ports"):
+    for device in list_sysfs_entries(root / "sys/class/infiniband"):
+        interfaces = tuple(path.name for path in list_sysfs_entries(device / "device/net"))
+        for port in list_sysfs_entries(device / "ports"):
             if _NUMBER.fullmatch(port.name):
-                found.append(_port(device, port, interfaces, with_gids=with_gids))
-    return tuple(sorted(found, key=lambda one: (natural(one.device), one.number)))
+                found.append(_read_port(device, port, interfaces, with_gids=with_gids))
+    return tuple(sorted(found, key=lambda one: (natural_sort_key(one.device), one.number)))
 
 
-def natural(name: str) -> tuple[str | int, ...]:
+def natural_sort_key(name: str) -> tuple[str | int, ...]:
     """A key that puts mlx5_2 before mlx5_10."""
     parts = re.split(r"([0-9]{1,9})", name)
     return tuple(int(part) if at % 2 else part for at, part in enumerate(parts))
 
 
-def _port(device: Path, port: Path, interfaces: tuple[str, ...], *, with_gids: bool) -> Port:
-    rate = _RATE.match(line_of(port / "rate"))
-    forced = _CLASS.match(line_of(device / "tc" / port.name / "traffic_class"))
-    return Port(
+def _read_port(device: Path, port: Path, interfaces: tuple[str, ...], *, with_gids: bool) -> RdmaPort:
+    rate = _RATE.match(read_sysfs_line(port / "rate"))
+    forced = _CLASS.match(read_sysfs_line(device / "tc" / port.name / "traffic_class"))
+    return RdmaPort(
         device.name,
         int(port.name),
-        _word(_STATE, line_of(port / "state")),
-        _word(_STATE, line_of(port / "phys_state")),
+        _word(_STATE, read_sysfs_line(port / "state")),
+        _word(_STATE, read_sysfs_line(port / "phys_state")),
         float(rate[1]) if rate else None,
-        line_of(port / "link_layer"),
-        _gids(port) if with_gids else (),
+        read_sysfs_line(port / "link_layer"),
+        _read_gids(port) if with_gids else (),
         interfaces,
         int(forced[1]) if forced and int(forced[1]) < 256 else None,
     )
@@ -140,45 +140,49 @@ def _word(pattern: re.Pattern[str], text: str) -> str:
     return match[1] if match else ""
 
 
-def _gids(port: Path) -> tuple[Gid, ...]:
+def _read_gids(port: Path) -> tuple[Gid, ...]:
     """The table without its empty places."""
     found = []
-    for entry in entries_of(port / "gids"):
+    for entry in list_sysfs_entries(port / "gids"):
         try:
-            address = ipaddress.IPv6Address(line_of(entry))
+            address = ipaddress.IPv6Address(read_sysfs_line(entry))
         except ValueError:
             continue
         if not _NUMBER.fullmatch(entry.name) or int(address) & (2**64 - 1) == 0:
             continue
-        kind = line_of(port / "gid_attrs/types" / entry.name)
+        kind = read_sysfs_line(port / "gid_attrs/types" / entry.name)
         roce = (
-            {"IB/RoCE v1": 1, "RoCE v2": 2}.get(kind) if line_of(port / "link_layer") == "Ethernet" else None
+            {"IB/RoCE v1": 1, "RoCE v2": 2}.get(kind)
+            if read_sysfs_line(port / "link_layer") == "Ethernet"
+            else None
         )
-        found.append(Gid(int(entry.name), str(address), roce, line_of(port / "gid_attrs/ndevs" / entry.name)))
+        found.append(
+            Gid(int(entry.name), str(address), roce, read_sysfs_line(port / "gid_attrs/ndevs" / entry.name))
+        )
     return tuple(sorted(found, key=lambda gid: gid.index))
 
 
-def interfaces(root: Path = Path("/")) -> tuple[Interface, ...]:
+def read_network_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, ...]:
     """The network interfaces, with their addresses."""
-    networks = addresses_of(
+    networks = parse_interface_addresses(
         _text(root / "proc/net/route"), _text(root / "proc/net/fib_trie"), _text(root / "proc/net/if_inet6")
     )
     found = []
-    for folder in entries_of(root / "sys/class/net"):
-        speed, mtu = line_of(folder / "speed"), line_of(folder / "mtu")
+    for folder in list_sysfs_entries(root / "sys/class/net"):
+        speed, mtu = read_sysfs_line(folder / "speed"), read_sysfs_line(folder / "mtu")
         found.append(
-            Interface(
+            NetworkInterface(
                 folder.name,
                 _kind(folder),
-                {"up": True, "down": False}.get(line_of(folder / "operstate")),
+                {"up": True, "down": False}.get(read_sysfs_line(folder / "operstate")),
                 int(speed) / 1000 if re.fullmatch(r"[1-9][0-9]{0,6}", speed) else None,
                 int(mtu) if _NUMBER.fullmatch(mtu) else None,
                 networks.get(folder.name, ()),
-                line_of(folder / "qos/trust"),
+                read_sysfs_line(folder / "qos/trust"),
                 _ecn(folder / "ecn"),
             )
         )
-    return tuple(sorted(found, key=lambda one: natural(one.name)))
+    return tuple(sorted(found, key=lambda one: natural_sort_key(one.name)))
 
 
 def _text(path: Path) -> str:
@@ -198,12 +202,12 @@ def _kind(folder: Path) -> str:
 
 def _ecn(folder: Path) -> tuple[int, ...] | None:
     ends = [folder / end / "enable" for end in ("roce_np", "roce_rp")]
-    if not all(map(entries_of, ends)):
+    if not all(map(list_sysfs_entries, ends)):
         return None
-    return tuple(n for n in range(8) if all(line_of(end / str(n)) == "1" for end in ends))
+    return tuple(n for n in range(8) if all(read_sysfs_line(end / str(n)) == "1" for end in ends))
 
 
-def addresses_of(route: str, fib_trie: str, if_inet6: str) -> dict[str, tuple[str, ...]]:
+def parse_interface_addresses(route: str, fib_trie: str, if_inet6: str) -> dict[str, tuple[str, ...]]:
     """The addresses of every interface, by the texts of /proc/net: those of IPv4 first.
 
     The kernel lists local IPv4 addresses without their interface: an address belongs to whichever has a route
@@ -244,7 +248,7 @@ def _local_addresses(fib_trie: str) -> list[str]:
     return list(found)
 
 
-def pci_links(root: Path, host: HostInside) -> tuple[PciLink, ...]:
+def read_pci_links(root: Path, host: NodeTopology) -> tuple[PciLink, ...]:
     """The links of GPUs and adapters that stand on a PCI bus."""
     devices = [(f"GPU {gpu.index}", gpu.address, gpu.path) for gpu in host.gpus]
     devices += [(nic.name, nic.address, nic.path) for nic in host.nics]
@@ -264,18 +268,18 @@ def pci_links(root: Path, host: HostInside) -> tuple[PciLink, ...]:
                 _width(here / "max_link_width"),
                 _speed(slot / "max_link_speed") if slot else None,
                 _width(slot / "max_link_width") if slot else None,
-                line_of(here / "iommu_group/type"),
+                read_sysfs_line(here / "iommu_group/type"),
             )
         )
     return tuple(found)
 
 
 def _speed(path: Path) -> float | None:
-    match = _SPEED.match(line_of(path))
+    match = _SPEED.match(read_sysfs_line(path))
     return float(match[1]) if match else None
 
 
 def _width(path: Path) -> int | None:
     """None for 0 and 255, which stand for no link of its own, as of a virtual function."""
-    text = line_of(path)
+    text = read_sysfs_line(path)
     return int(text) if _NUMBER.fullmatch(text) and 0 < int(text) <= 64 else None

@@ -14,7 +14,7 @@ from hpcrun.errors import UsageError
 Collective = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send"
 ]
-Algorithm = Literal[
+CollectiveAlgorithm = Literal[
     "ring",
     "whole_ring",
     "segmented_ring",
@@ -33,7 +33,7 @@ Algorithm = Literal[
 ]
 
 
-class Round(NamedTuple):
+class CommunicationRound(NamedTuple):
     """Who sends to whom at one time, by rank in the group, and which share of the size."""
 
     pairs: tuple[tuple[int, int], ...]
@@ -46,7 +46,9 @@ class Round(NamedTuple):
     """`times` levels of a tree, through which the share may go in pieces, all levels at work at once."""
 
 
-def rounds(collective: Collective, algorithm: Algorithm, ranks: int, inner: int = 1) -> list[Round]:
+def collective_rounds(
+    collective: Collective, algorithm: CollectiveAlgorithm, ranks: int, inner: int = 1
+) -> list[CommunicationRound]:
     """The rounds of an algorithm; UsageError for one that this collective does not have.
 
     `inner` neighbouring ranks are near each other (on a node, say); two_level and torus go by it.
@@ -54,7 +56,7 @@ def rounds(collective: Collective, algorithm: Algorithm, ranks: int, inner: int 
     known = _ALGORITHMS[collective]
     if algorithm not in known:
         raise UsageError(f"{collective}: has no algorithm {algorithm}; use {' or '.join(known)}")
-    if algorithm in NESTED and (ranks % inner or not 1 < inner < ranks):
+    if algorithm in NESTED_ALGORITHMS and (ranks % inner or not 1 < inner < ranks):
         raise UsageError(
             f"{collective}: {algorithm} wants {ranks} ranks in several equal groups of more than one,"
             f" not groups of {inner}"
@@ -62,24 +64,24 @@ def rounds(collective: Collective, algorithm: Algorithm, ranks: int, inner: int 
     return known[algorithm](ranks, inner) if ranks > 1 else []
 
 
-def algorithms(collective: Collective) -> tuple[Algorithm, ...]:
+def list_algorithms(collective: Collective) -> tuple[CollectiveAlgorithm, ...]:
     """All that a collective has."""
     return tuple(_ALGORITHMS[collective])
 
 
-NESTED: frozenset[Algorithm] = frozenset({"two_level", "torus"})
+NESTED_ALGORITHMS: frozenset[CollectiveAlgorithm] = frozenset({"two_level", "torus"})
 """They work in two dimensions: near and far."""
 
 
-def _flat(make: Callable[[int], list[Round]]) -> _Maker:
+def _flat(make: Callable[[int], list[CommunicationRound]]) -> _RoundMaker:
     return lambda count, _: make(count)
 
 
-def _ring(laps: int, reducing: bool) -> Callable[[int], list[Round]]:
+def _ring(laps: int, reducing: bool) -> Callable[[int], list[CommunicationRound]]:
     """Pieces go round: once to gather or to scatter, twice for both."""
 
-    def make(count: int) -> list[Round]:
-        lap = Round(_circle(range(count)), 1 / count, count - 1)
+    def make(count: int) -> list[CommunicationRound]:
+        lap = CommunicationRound(_circle(range(count)), 1 / count, count - 1)
         return [lap._replace(reduces=True), lap][:laps] if reducing else [lap]
 
     return make
@@ -90,48 +92,50 @@ def _circle(members: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(row, [*row[1:], row[0]], strict=True))
 
 
-def _whole_ring(count: int) -> list[Round]:
+def _whole_ring(count: int) -> list[CommunicationRound]:
     """Everybody's whole data goes round, and everybody adds up all of it (gloo's plain ring)."""
-    return [Round(_circle(range(count)), 1.0, count - 1, reduces=True)]
+    return [CommunicationRound(_circle(range(count)), 1.0, count - 1, reduces=True)]
 
 
-def _segmented_ring(count: int) -> list[Round]:
+def _segmented_ring(count: int) -> list[CommunicationRound]:
     """Two pieces of every rank go round, one behind the other (gloo's chunked ring)."""
-    lap = Round(_circle(range(count)), 1 / (2 * count), 2 * (count - 1))
+    lap = CommunicationRound(_circle(range(count)), 1 / (2 * count), 2 * (count - 1))
     return [lap._replace(reduces=True), lap]
 
 
-def _pairwise(count: int) -> list[Round]:
+def _pairwise(count: int) -> list[CommunicationRound]:
     return [
-        Round(tuple((rank, (rank + far) % count) for rank in range(count)), 1 / count)
+        CommunicationRound(tuple((rank, (rank + far) % count) for rank in range(count)), 1 / count)
         for far in range(1, count)
     ]
 
 
-def _direct(count: int) -> list[Round]:
-    return [Round(tuple((rank, rank + 1) for rank in range(count - 1)), 1.0)]
+def _direct(count: int) -> list[CommunicationRound]:
+    return [CommunicationRound(tuple((rank, rank + 1) for rank in range(count - 1)), 1.0)]
 
 
-def _tree(count: int) -> list[Round]:
+def _tree(count: int) -> list[CommunicationRound]:
     """Binomial: in every round twice as many have it."""
     return [
-        Round(tuple((rank, rank + far) for rank in range(min(far, count - far))), 1.0)
+        CommunicationRound(tuple((rank, rank + far) for rank in range(min(far, count - far))), 1.0)
         for far in _powers(count)
     ]
 
 
-def _up(down: Iterable[Round]) -> list[Round]:
+def _up(down: Iterable[CommunicationRound]) -> list[CommunicationRound]:
     """The same tree from the leaves to the root."""
     return [
         one._replace(pairs=tuple((b, a) for a, b in one.pairs), reduces=True) for one in reversed([*down])
     ]
 
 
-def _up_and_down(down: Callable[[int], list[Round]]) -> Callable[[int], list[Round]]:
+def _up_and_down(
+    down: Callable[[int], list[CommunicationRound]],
+) -> Callable[[int], list[CommunicationRound]]:
     return lambda count: [*_up(down(count)), *down(count)]
 
 
-def _preorder_tree(count: int) -> list[Round]:
+def _preorder_tree(count: int) -> list[CommunicationRound]:
     """Binomial with every subtree a row of neighbours, the largest first (MPICH's knomial_1)."""
     levels: dict[int, list[tuple[int, int]]] = {}
 
@@ -145,7 +149,7 @@ def _preorder_tree(count: int) -> list[Round]:
             child, left, time = child + part, left - part, time + 1
 
     grow(0, count, 0)
-    return [Round(tuple(pairs), 1.0) for _, pairs in sorted(levels.items())]
+    return [CommunicationRound(tuple(pairs), 1.0) for _, pairs in sorted(levels.items())]
 
 
 def _binary_edges(count: int) -> list[tuple[int, int]]:
@@ -169,12 +173,12 @@ def _depth(edges: Iterable[tuple[int, int]]) -> int:
     return deepest
 
 
-def _pipelined_tree(count: int) -> list[Round]:
+def _pipelined_tree(count: int) -> list[CommunicationRound]:
     edges = _binary_edges(count)
-    return [Round(tuple(edges), 1.0, _depth(edges), pipelined=True)]
+    return [CommunicationRound(tuple(edges), 1.0, _depth(edges), pipelined=True)]
 
 
-def _double_tree(count: int) -> list[Round]:
+def _double_tree(count: int) -> list[CommunicationRound]:
     """Two trees with half of the data each; who is inside one is a leaf of the other."""
 
     def turn(rank: int) -> int:
@@ -182,69 +186,79 @@ def _double_tree(count: int) -> list[Round]:
 
     first = _binary_edges(count)
     second = [(turn(parent), turn(child)) for parent, child in first]
-    return [Round((*first, *second), 0.5, _depth(first), pipelined=True)]
+    return [CommunicationRound((*first, *second), 0.5, _depth(first), pipelined=True)]
 
 
-def _doubling(count: int) -> list[Round]:
+def _doubling(count: int) -> list[CommunicationRound]:
     """Everybody exchanges everything with a partner twice as far each round."""
-    return _folded(count, lambda powers: [(far, 1.0, True) for far in powers])
+    return _fold_to_power_of_two(count, lambda powers: [(far, 1.0, True) for far in powers])
 
 
-def _doubling_gather(count: int) -> list[Round]:
+def _doubling_gather(count: int) -> list[CommunicationRound]:
     """What is there by now goes to a partner twice as far each round."""
-    return _folded(count, lambda powers: [(far, far / count, False) for far in powers])
+    return _fold_to_power_of_two(count, lambda powers: [(far, far / count, False) for far in powers])
 
 
-def _halving_doubling(count: int) -> list[Round]:
+def _halving_doubling(count: int) -> list[CommunicationRound]:
     """Halves are scattered the way out, the farthest first, and gathered the way back."""
 
     def shares(powers: list[int]) -> list[tuple[int, float, bool]]:
         out = [(far, far / (2 * powers[-1])) for far in reversed(powers)]
         return [*((*one, True) for one in out), *((*one, False) for one in reversed(out))]
 
-    return _folded(count, shares)
+    return _fold_to_power_of_two(count, shares)
 
 
-def _rabenseifner(count: int) -> list[Round]:
+def _rabenseifner(count: int) -> list[CommunicationRound]:
     """The halves go to the nearest first, so that far away only little is left (MPICH, gloo)."""
 
     def shares(powers: list[int]) -> list[tuple[int, float, bool]]:
         out = [(far, 1 / (2 * far)) for far in powers]
         return [*((*one, True) for one in out), *((*one, False) for one in reversed(out))]
 
-    return _folded(count, shares)
+    return _fold_to_power_of_two(count, shares)
 
 
-def _halving(count: int) -> list[Round]:
-    return _folded(count, lambda powers: [(far, far / (2 * powers[-1]), True) for far in reversed(powers)])
+def _halving(count: int) -> list[CommunicationRound]:
+    return _fold_to_power_of_two(
+        count, lambda powers: [(far, far / (2 * powers[-1]), True) for far in reversed(powers)]
+    )
 
 
-def _folded(count: int, shares: Callable[[list[int]], list[tuple[int, float, bool]]]) -> list[Round]:
+def _fold_to_power_of_two(
+    count: int, shares: Callable[[list[int]], list[tuple[int, float, bool]]]
+) -> list[CommunicationRound]:
     """Exchanges among a power of two of ranks; the rest hand theirs over first and get it back at the end."""
     core = 1 << (count.bit_length() - 1)
     rest = tuple((rank, rank - core) for rank in range(core, count))
     exchanged = [
-        Round(tuple((rank, rank ^ far) for rank in range(core)), share, reduces=reduces)
+        CommunicationRound(tuple((rank, rank ^ far) for rank in range(core)), share, reduces=reduces)
         for far, share, reduces in shares(_powers(core))
     ]
     if not rest:
         return exchanged
     reducing = any(one.reduces for one in exchanged)
-    return [Round(rest, 1.0, reduces=reducing), *exchanged, Round(tuple((b, a) for a, b in rest), 1.0)]
+    return [
+        CommunicationRound(rest, 1.0, reduces=reducing),
+        *exchanged,
+        CommunicationRound(tuple((b, a) for a, b in rest), 1.0),
+    ]
 
 
-def _bruck_gather(count: int) -> list[Round]:
+def _bruck_gather(count: int) -> list[CommunicationRound]:
     """What is there by now goes to the rank that far below; any count in as few rounds as can be."""
     return [
-        Round(tuple((rank, (rank - far) % count) for rank in range(count)), min(far, count - far) / count)
+        CommunicationRound(
+            tuple((rank, (rank - far) % count) for rank in range(count)), min(far, count - far) / count
+        )
         for far in _powers(count)
     ]
 
 
-def _bruck_exchange(count: int) -> list[Round]:
+def _bruck_exchange(count: int) -> list[CommunicationRound]:
     """All the pieces whose way has this bit go that far at once, over several stations."""
     return [
-        Round(
+        CommunicationRound(
             tuple((rank, (rank + far) % count) for rank in range(count)),
             sum(bool(way & far) for way in range(count)) / count,
         )
@@ -252,19 +266,19 @@ def _bruck_exchange(count: int) -> list[Round]:
     ]
 
 
-def _two_level(count: int, inner: int) -> list[Round]:
+def _two_level(count: int, inner: int) -> list[CommunicationRound]:
     """Scattered among the near, reduced across, gathered among the near again."""
     return _nested(count, inner, _rabenseifner(count // inner))
 
 
-def _torus(count: int, inner: int) -> list[Round]:
+def _torus(count: int, inner: int) -> list[CommunicationRound]:
     """Rings along one dimension, then along the other, and back."""
     return _nested(count, inner, _ring(2, True)(count // inner))
 
 
-def _nested(count: int, inner: int, across: list[Round]) -> list[Round]:
+def _nested(count: int, inner: int, across: list[CommunicationRound]) -> list[CommunicationRound]:
     near = tuple(pair for start in range(0, count, inner) for pair in _circle(range(start, start + inner)))
-    lap = Round(near, 1 / inner, inner - 1)
+    lap = CommunicationRound(near, 1 / inner, inner - 1)
     far = [
         one._replace(
             pairs=tuple((a * inner + own, b * inner + own) for a, b in one.pairs for own in range(inner)),
@@ -280,8 +294,8 @@ def _powers(count: int) -> list[int]:
     return [1 << bit for bit in range((count - 1).bit_length())]
 
 
-_Maker = Callable[[int, int], list[Round]]
-_ALGORITHMS: Mapping[Collective, Mapping[Algorithm, _Maker]] = {
+_RoundMaker = Callable[[int, int], list[CommunicationRound]]
+_ALGORITHMS: Mapping[Collective, Mapping[CollectiveAlgorithm, _RoundMaker]] = {
     "all_reduce": {
         "ring": _flat(_ring(2, True)),
         "whole_ring": _flat(_whole_ring),

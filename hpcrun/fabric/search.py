@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from hpcrun.fabric.cost import Key, Loads, Site
+from hpcrun.fabric.cost import CostKey, LinkLoads, TopologySite
 from hpcrun.mesh import AXES, ParallelDegrees
 
-Method = Literal["exact", "heuristic"]
+SearchMethod = Literal["exact", "heuristic"]
 
 EXACT_SLOTS = 24
 """A tree of more slots is not tried: its budget would be spent before the first half."""
@@ -30,38 +30,38 @@ _IMPROVED = 8
 _MOST_ORDERS = 24
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The best assignment and how it was found."""
 
     where: tuple[int, ...]
     """The site of every slot."""
-    method: Method
+    method: SearchMethod
 
 
 @dataclass
-class Search:
+class PlacementSearch:
     """Puts the slots of a job on sites with this many free nodes each."""
 
-    loads: Loads
+    loads: LinkLoads
     free: Sequence[int]
     """Free nodes by site."""
     keep_whole: bool = True
     """Among equal costs leave large free racks whole; False: leave nodes over in as many racks as can be."""
 
     def __post_init__(self) -> None:
-        self._steps = LOCAL_EDGES // self.loads.effort
+        self._steps = LOCAL_EDGES // self.loads.change_cost
         self._used = [0] * len(self.free)
         self._kinds = self.loads.kinds(self.free)
 
-    def run(self, starts: Iterable[Sequence[int]]) -> Found:
+    def run(self, starts: Iterable[Sequence[int]]) -> SearchResult:
         """Never worse than any of the starts; among equals the earliest of them."""
-        ranked: list[tuple[Key, tuple[int, ...]]] = []
+        ranked: list[tuple[CostKey, tuple[int, ...]]] = []
         for where in starts:
             self._reset(where)
             ranked.append((self._key(), tuple(where)))
         ranked.sort(key=lambda one: one[0])
         if len(self.free) == 1:
-            return Found(ranked[0][1], "exact")
+            return SearchResult(ranked[0][1], "exact")
         best = min(
             (self._improve(where, key) for key, where in ranked[: _IMPROVED if self._small else 1]),
             key=lambda one: one[0],
@@ -69,8 +69,8 @@ class Search:
         if len(self.loads.where) <= EXACT_SLOTS:
             proven, best = self._prove(best)
             if proven:
-                return Found(best[1], "exact")
-        return Found(best[1], "heuristic")
+                return SearchResult(best[1], "exact")
+        return SearchResult(best[1], "heuristic")
 
     @property
     def _small(self) -> bool:
@@ -83,7 +83,7 @@ class Search:
         for site in where:
             self._used[site] += 1
 
-    def _key(self) -> Key:
+    def _key(self) -> CostKey:
         left = sum((free - used) ** 2 for free, used in zip(self.free, self._used, strict=True))
         return (*self.loads.key(), -left if self.keep_whole else left)
 
@@ -97,7 +97,7 @@ class Search:
 
     # --- local search
 
-    def _improve(self, where: Sequence[int], key: Key) -> tuple[Key, tuple[int, ...]]:
+    def _improve(self, where: Sequence[int], key: CostKey) -> tuple[CostKey, tuple[int, ...]]:
         """Exchange slots, and move slots to free nodes, as long as that helps."""
         self._reset(where)
         draw = random.Random(len(where))
@@ -143,11 +143,11 @@ class Search:
 
     # --- exact search
 
-    def _prove(self, best: tuple[Key, tuple[int, ...]]) -> tuple[bool, tuple[Key, tuple[int, ...]]]:
+    def _prove(self, best: tuple[CostKey, tuple[int, ...]]) -> tuple[bool, tuple[CostKey, tuple[int, ...]]]:
         """Depth first with the cost of the part as a bound; whether it came to the end, and the best."""
         self.loads.clear()
         self._used = [0] * len(self.free)
-        slots, steps = len(self.loads.where), EXACT_EDGES // self.loads.effort
+        slots, steps = len(self.loads.where), EXACT_EDGES // self.loads.change_cost
         choices = [iter(self._distinct_sites())]
         while choices:
             slot = len(choices) - 1
@@ -182,7 +182,7 @@ class Search:
         return distinct
 
 
-def orders(
+def axis_orders(
     degrees: ParallelDegrees, ranks: int, per_node: int, weights: dict[str, int]
 ) -> list[tuple[list[int], list[int]]]:
     """Ways to nest the axes of the mesh: the slots in that order, and the sizes of its blocks.
@@ -207,12 +207,12 @@ def orders(
 
 
 @dataclass
-class _Part:
+class _FabricPart:
     """A part of the fabric: one site, or the parts below a unit."""
 
     free: int = 0
     site: int | None = None
-    below: dict[object, _Part] = field(default_factory=dict)
+    below: dict[object, _FabricPart] = field(default_factory=dict)
     _usable: dict[int, int] = field(default_factory=dict)
 
     def usable(self, block: int) -> int:
@@ -222,10 +222,10 @@ class _Part:
             self._usable[block] = inside or self.free // block * block
         return self._usable[block]
 
-    def tightest(self, count: int, block: int) -> int:
+    def smallest_fitting(self, count: int, block: int) -> int:
         """The room of the smallest part in here that holds so many; this one must."""
         holding = (part for part in self.below.values() if part.usable(block) >= count)
-        return min((part.tightest(count, block) for part in holding), default=self.usable(block))
+        return min((part.smallest_fitting(count, block) for part in holding), default=self.usable(block))
 
     def take(self, count: int, block: int) -> Iterator[int]:
         """The sites of so many slots: the tightest part, else the largest and what is left anew."""
@@ -238,24 +238,24 @@ class _Part:
         for at, largest in enumerate(room):
             if largest.usable(block) >= count:
                 holding = (part for part in room[at:] if part.usable(block) >= count)
-                part = min(holding, key=lambda part: (part.tightest(count, block), part.free))
+                part = min(holding, key=lambda part: (part.smallest_fitting(count, block), part.free))
                 yield from part.take(count, block)
                 return
             yield from largest.take(largest.usable(block), block)
             count -= largest.usable(block)
 
 
-class Choice:
+class TreeAllocator:
     """Ways to take free nodes out of the fabric's tree; what the search starts from."""
 
-    def __init__(self, sites: Sequence[Site], free: Sequence[int]) -> None:
+    def __init__(self, sites: Sequence[TopologySite], free: Sequence[int]) -> None:
         self._free = free
-        self._root = _Part()
+        self._root = _FabricPart()
         for site, (where, count) in enumerate(zip(sites, free, strict=True)):
             part = self._root
             part.free += count
             for unit in (*reversed(where.units), ("site", site)):
-                part = part.below.setdefault(unit, _Part())
+                part = part.below.setdefault(unit, _FabricPart())
                 part.free += count
             part.site = site
 
@@ -263,7 +263,7 @@ class Choice:
         """The sites of so many slots, in the order of the tree, few and small ones; blocks stay together."""
         return list(self._root.take(slots, block)) if self._root.usable(block) >= slots else None
 
-    def dealt(self, slots: int, block: int) -> list[int] | None:
+    def round_robin(self, slots: int, block: int) -> list[int] | None:
         """The sites of so many slots, in the order of the tree, a block on every site in turns.
 
         Wide jobs have more uplinks: where these are thin, that may be cheaper than few full leaves.
@@ -281,7 +281,7 @@ class Choice:
                 return None
         return [site for site, count in given.items() for _ in range(count)]
 
-    def _in_tree(self, part: _Part) -> Iterator[int]:
+    def _in_tree(self, part: _FabricPart) -> Iterator[int]:
         if part.site is not None:
             yield part.site
         for below in part.below.values():

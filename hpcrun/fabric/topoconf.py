@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hpcrun.errors import SpecError, SpecProblem
-from hpcrun.specs.yaml import ITEMS, Document, parse_list
+from hpcrun.specs.yaml import LIST_KEY, YamlDocument, parse_yaml_list
 
 _LISTS = {
     "tree": ("switches", "switch"),
@@ -28,12 +28,12 @@ _KNOWN = ("topology", "cluster_default", "flat", *_LISTS)
 
 def check_topoconf(text: str, name: str) -> None:
     """SpecError with all that is wrong."""
-    document = parse_list(text, name)
+    document = parse_yaml_list(text, name)
     problems: list[SpecProblem] = []
     seen: dict[str, str] = {}
-    for number, entry in enumerate(document.values[ITEMS]):
-        key = f"{ITEMS}.{number}"
-        for where, text_of in _of_topology(entry):
+    for number, entry in enumerate(document.values[LIST_KEY]):
+        key = f"{LIST_KEY}.{number}"
+        for where, text_of in _check_topology(entry):
             problems.append(_problem(document, key, where, text_of))
         title = entry.get("topology")
         if isinstance(title, str) and seen.setdefault(title, key) != key:
@@ -43,11 +43,11 @@ def check_topoconf(text: str, name: str) -> None:
         raise SpecError(problems)
 
 
-def _problem(document: Document, key: str, where: str, text: str) -> SpecProblem:
+def _problem(document: YamlDocument, key: str, where: str, text: str) -> SpecProblem:
     return SpecProblem(where, text, document.where(f"{key}.{where}" if where else key))
 
 
-def _of_topology(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_topology(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What is wrong in one topology: the key, and words."""
     title = entry.get("topology")
     if not isinstance(title, str) or not title:
@@ -65,10 +65,10 @@ def _of_topology(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         found = ", ".join(key for key in entry if key not in ("topology", "cluster_default")) or "nothing"
         yield "", f"describes no topology; write one of flat: true, {', '.join(_LISTS)}; found: {found}"
     for kind in kinds:
-        yield from _of_kind(kind, entry[kind])
+        yield from _check_section(kind, entry[kind])
 
 
-def _of_kind(kind: str, section: Any) -> Iterator[tuple[str, str]]:
+def _check_section(kind: str, section: Any) -> Iterator[tuple[str, str]]:
     lists, unit_key = _LISTS[kind]
     form = f"a list of {lists}, each `- {unit_key}: NAME` with {' or '.join(_PARTS[kind])}"
     if not isinstance(section, dict):
@@ -84,10 +84,10 @@ def _of_kind(kind: str, section: Any) -> Iterator[tuple[str, str]]:
         yield f"{kind}.{lists}", f"must be {form}, and is {what}; Slurm refuses this file"
         return
     for number, unit in enumerate(units):
-        yield from _of_unit(kind, f"{kind}.{lists}.{number}", unit)
+        yield from _check_unit(kind, f"{kind}.{lists}.{number}", unit)
 
 
-def _of_unit(kind: str, where: str, unit: Any) -> Iterator[tuple[str, str]]:
+def _check_unit(kind: str, where: str, unit: Any) -> Iterator[tuple[str, str]]:
     unit_key = _LISTS[kind][1]
     if not isinstance(unit, dict):
         yield where, f"must be `{unit_key}: NAME` with {' or '.join(_PARTS[kind])}"

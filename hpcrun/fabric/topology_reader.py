@@ -9,26 +9,33 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.graph import Fabric, Level, flat, plural
-from hpcrun.fabric.infiniband import is_ibnetdiscover, read_ibnetdiscover
+from hpcrun.fabric.graph import Fabric, FabricLevel, flat_fabric, pluralize
+from hpcrun.fabric.infiniband import is_ibnetdiscover_output, parse_ibnetdiscover
 from hpcrun.fabric.topoconf import check_topoconf
-from hpcrun.fabric.tree import BLOCK, build, level_name, render_topology
+from hpcrun.fabric.tree import BLOCK, build_fabric, level_name, render_topology
 from hpcrun.hostlist import expand_hosts, fold_hosts, sort_hosts
 from hpcrun.local_identity import expand_path
-from hpcrun.slurm.cluster_state import SAYS_FLAT, LiveCluster
+from hpcrun.slurm.cluster_state import FLAT_TOPOLOGY_ANSWER, LiveCluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.slurm.topology import (
     NamedTopology,
-    Unit,
+    TopologyUnit,
+    find_unread_statements,
     parse_topoconf,
     parse_topology,
-    split_address,
-    unread_statements,
+    split_topology_address,
 )
 from hpcrun.specs.cluster import ClusterSpec, LevelSpec, TopologySpec
-from hpcrun.specs.yaml import parse_document
+from hpcrun.specs.yaml import parse_yaml
 
-__all__ = ["find_fabric", "from_addresses", "from_names", "from_table", "read_topology", "render_topology"]
+__all__ = [
+    "fabric_from_addresses",
+    "fabric_from_names",
+    "fabric_from_table",
+    "find_fabric",
+    "parse_fabric",
+    "render_topology",
+]
 
 _TOPOCONF = re.compile(r"^\s*-\s*(?:\{\s*)?topology\s*:", re.MULTILINE)
 _YAML = (".yaml", ".yml")
@@ -38,7 +45,7 @@ _MOST_NAMED = 200
 """Characters of a host list in a note."""
 
 
-def read_topology(text: str, *, name: str, topology: str | None = None) -> Fabric:
+def parse_fabric(text: str, *, name: str, topology: str | None = None) -> Fabric:
     """The graph that a text describes, whichever form it has; `name` is the file, for messages.
 
     Forms: scontrol show topology, scontrol show topoconf and topology.yaml, topology.conf, a YAML table of
@@ -46,33 +53,35 @@ def read_topology(text: str, *, name: str, topology: str | None = None) -> Fabri
     A text that describes none gives a flat Fabric with a note; UsageError where it contradicts itself.
     """
     if units := parse_topology(text):
-        fabric = build(units, name, f"{name} ({_form(units)})")
+        fabric = build_fabric(units, name, f"{name} ({_form(units)})")
         if not fabric.nodes:
-            raise UsageError("; ".join([f"{name}: no unit in it has nodes", *_passed_over(text, name)]))
-        return replace(fabric, notes=(*fabric.notes, *_passed_over(text, name)))
-    if is_ibnetdiscover(text):
-        return read_ibnetdiscover(text, f"{name} (ibnetdiscover)")
+            raise UsageError("; ".join([f"{name}: no unit in it has nodes", *_unread_line_notes(text, name)]))
+        return replace(fabric, notes=(*fabric.notes, *_unread_line_notes(text, name)))
+    if is_ibnetdiscover_output(text):
+        return parse_ibnetdiscover(text, f"{name} (ibnetdiscover)")
     if _TOPOCONF.search(text):
         return _from_topoconf(text, name, topology)
     table = _table_in(text, name)
     if table is not None:
-        return from_table(table, name)
+        return fabric_from_table(table, name)
     words = " ".join(word for word in text.split() if word.isprintable())[:_MOST_NAMED]
-    if SAYS_FLAT in text:
-        return flat((), name, [f"{name}: no topology known, it says: {words}"])
-    return flat((), name, [f"{name}: no topology known, it says: {words or 'nothing'}"], is_unread=True)
+    if FLAT_TOPOLOGY_ANSWER in text:
+        return flat_fabric((), name, [f"{name}: no topology known, it says: {words}"])
+    return flat_fabric(
+        (), name, [f"{name}: no topology known, it says: {words or 'nothing'}"], is_unread=True
+    )
 
 
-def _passed_over(text: str, name: str) -> Iterator[str]:
+def _unread_line_notes(text: str, name: str) -> Iterator[str]:
     """Lines among those of a topology that were not understood."""
-    lost = unread_statements(text)
+    lost = find_unread_statements(text)
     if lost:
         line, words = lost[0]
-        count = f"{len(lost)} {plural('line', len(lost))} not understood and left out"
+        count = f"{len(lost)} {pluralize('line', len(lost))} not understood and left out"
         yield f"{name}:{line}: {count}, such as {words[:60]!r}; known are SwitchName= and BlockName= lines"
 
 
-def _form(units: Sequence[Unit]) -> str:
+def _form(units: Sequence[TopologyUnit]) -> str:
     kinds = dict.fromkeys(unit.kind for unit in units if unit.kind != "aggregate")
     return "Slurm: " + " and ".join({"switch": "tree"}.get(kind, str(kind)) for kind in kinds)
 
@@ -86,19 +95,21 @@ def _from_topoconf(text: str, name: str, wanted: str | None) -> Fabric:
         raise UsageError(f"{name}: there is no topology {wanted}; there are: {known}")
     chosen = matching or [topology for topology in topologies if topology.is_default] or topologies
     if not chosen[0].units:
-        return flat((), name, [f"{name}: no switches known, the topology {chosen[0].name} is flat"])
+        return flat_fabric((), name, [f"{name}: no switches known, the topology {chosen[0].name} is flat"])
     one = chosen[0]
     blocks = [] if wanted is not None else _other_blocks(one, topologies)
-    fabric = build([*one.units, *blocks], name, f"{name} (topology {one.name})")
+    fabric = build_fabric([*one.units, *blocks], name, f"{name} (topology {one.name})")
     others = [topology.name for topology in topologies if topology is not one]
     note = f"{name}: of several topologies {one.name} is taken, besides {', '.join(others)}"
     note += (
-        "; its blocks are a level below the leaves" if fabric.levels[:1] == (Level(BLOCK),) and blocks else ""
+        "; its blocks are a level below the leaves"
+        if fabric.levels[:1] == (FabricLevel(BLOCK),) and blocks
+        else ""
     )
     return replace(fabric, notes=(note, *fabric.notes)) if others else fabric
 
 
-def _other_blocks(one: NamedTopology, topologies: Iterable[NamedTopology]) -> list[Unit]:
+def _other_blocks(one: NamedTopology, topologies: Iterable[NamedTopology]) -> list[TopologyUnit]:
     """The NVLink blocks of another topology, where the one in use is a tree."""
     if any(unit.kind != "switch" for unit in one.units):
         return []
@@ -109,7 +120,7 @@ def _other_blocks(one: NamedTopology, topologies: Iterable[NamedTopology]) -> li
 def _table_in(text: str, name: str) -> dict[str, Any] | None:
     """The mapping in a YAML file; None where the text is none, and nothing says that it should be."""
     try:
-        table = parse_document(text, name).values
+        table = parse_yaml(text, name).values
     except UsageError:
         if name.endswith(_YAML):
             raise
@@ -127,27 +138,29 @@ def _is_table(value: Any) -> bool:
         return False
 
 
-def from_table(table: Mapping[str, Any], name: str) -> Fabric:
+def fabric_from_table(table: Mapping[str, Any], name: str) -> Fabric:
     """Leaves with their nodes, `{leaf1: n[01-04]}`, or nested: `{spine1: {leaf1: n[01-04]}}`."""
-    return build(_units_of(table, name), name, f"{name} (table)", of_slurm=False)
+    return build_fabric(_units_of(table, name), name, f"{name} (table)", of_slurm=False)
 
 
-def _units_of(table: Mapping[str, Any], where: str) -> Iterator[Unit]:
+def _units_of(table: Mapping[str, Any], where: str) -> Iterator[TopologyUnit]:
     for name, below in table.items():
         if not _WORD.fullmatch(name):
             raise UsageError(f"{where}: {name!r} is no name of a switch; use letters, digits and . _ : + -")
         if isinstance(below, Mapping):
-            yield Unit("switch", name, children=",".join(below))
+            yield TopologyUnit("switch", name, children=",".join(below))
             yield from _units_of(below, f"{where} {name}")
         elif below is None or isinstance(below, str):
-            yield Unit("switch", name, below or "")
+            yield TopologyUnit("switch", name, below or "")
         else:
             raise UsageError(
                 f"{where} {name}: must be a list of nodes such as n[01-04], or leaves with their nodes"
             )
 
 
-def from_names(nodes: Iterable[str], pattern: str, features: Mapping[str, Sequence[str]] = {}) -> Fabric:
+def fabric_from_names(
+    nodes: Iterable[str], pattern: str, features: Mapping[str, Sequence[str]] = {}
+) -> Fabric:
     """Leaves from a regular expression with a group `leaf`, and perhaps `spine` and `core`.
 
     It is searched in each node's name, or where they are given in the node's features.
@@ -172,23 +185,23 @@ def from_names(nodes: Iterable[str], pattern: str, features: Mapping[str, Sequen
     missing = [node for node, row in zip(names, rows, strict=True) if row[0] is None]
     notes = [f"topology.pattern finds no leaf for {_few(missing)}"] if missing else []
     if len(missing) == len(names):
-        return flat(names, "topology.pattern", notes, is_unread=True)
+        return flat_fabric(names, "topology.pattern", notes, is_unread=True)
     of = "features" if features else "names"
     return Fabric(
-        names, tuple(map(Level, groups)), tuple(rows), {}, f"node {of} (topology.pattern)", tuple(notes)
+        names, tuple(map(FabricLevel, groups)), tuple(rows), {}, f"node {of} (topology.pattern)", tuple(notes)
     )
 
 
-def from_addresses(addresses: Mapping[str, tuple[str, str]]) -> Fabric:
+def fabric_from_addresses(addresses: Mapping[str, tuple[str, str]]) -> Fabric:
     """The part of the topology that a job has, from SLURM_TOPOLOGY_ADDR and its pattern on every node."""
     notes, rows, rails = [], {}, {}
     for node, (address, pattern) in addresses.items():
-        levels = split_address(address, pattern)[:-1]
+        levels = split_topology_address(address, pattern)[:-1]
         if not levels and pattern != "node":
             notes.append(f"{node}: the address {address!r} does not fit its pattern {pattern!r}")
         row: dict[str, str] = {}
         for height, (_, text) in enumerate(level for level in reversed(levels) if level[0] == "switch"):
-            names = _some(text)
+            names = _split_switch_names(text)
             if names:
                 row[level_name(height)] = names[0]
             if height == 0 and len(names) > 1:
@@ -202,7 +215,7 @@ def from_addresses(addresses: Mapping[str, tuple[str, str]]) -> Fabric:
         notes.append("Slurm gives the nodes no place in a topology")
     return Fabric(
         tuple(rows),
-        tuple(map(Level, names_of)),
+        tuple(map(FabricLevel, names_of)),
         tuple(tuple(row.get(level) for level in names_of) for row in rows.values()),
         rails,
         "SLURM_TOPOLOGY_ADDR",
@@ -210,7 +223,7 @@ def from_addresses(addresses: Mapping[str, tuple[str, str]]) -> Fabric:
     )
 
 
-def _some(text: str) -> tuple[str, ...]:
+def _split_switch_names(text: str) -> tuple[str, ...]:
     """The switches of one level of an address: a host list where there are several."""
     try:
         return expand_hosts(text) if "[" in text or "," in text else (text,) if text else ()
@@ -232,14 +245,14 @@ def find_fabric(
     spec = cluster.topology if cluster else TopologySpec()
     order = tuple(nodes) if nodes is not None else ()
     if file is not None:
-        fabric = read_topology(_text(file), name=str(file))
+        fabric = parse_fabric(_text(file), name=str(file))
         if fabric.is_unread:
             raise UsageError(fabric.notes[0])
     else:
         order = order or tuple(node.name for node in live.nodes) if live else order
         fabric = _from_profile(spec, live, order)
     if order:
-        fabric = _over(fabric, order)
+        fabric = _restrict_to_nodes(fabric, order)
     return _with_levels(fabric, spec.levels)
 
 
@@ -253,18 +266,18 @@ def _text(file: Path) -> str:
 def _from_profile(spec: TopologySpec, live: LiveCluster | None, order: Sequence[str]) -> Fabric:
     if spec.source == "file" and spec.file is not None:
         file = Path(expand_path(spec.file))
-        return read_topology(_text(file), name=str(file))
+        return parse_fabric(_text(file), name=str(file))
     if spec.source == "table" and spec.table is not None:
-        return from_table(spec.table, "topology.table")
+        return fabric_from_table(spec.table, "topology.table")
     if spec.source == "names" and spec.pattern is not None:
         return _from_pattern(spec.pattern, live, order)
     if spec.source == "none":
         if len(spec.levels) == 1 and order:
-            level = Level(spec.levels[0].name)
+            level = FabricLevel(spec.levels[0].name)
             return Fabric(
                 tuple(order), (level,), ((level.name,),) * len(order), {}, "the profile: one switch"
             )
-        return flat(order, "the profile", ["no topology known: the profile says topology.source none"])
+        return flat_fabric(order, "the profile", ["no topology known: the profile says topology.source none"])
     fabric = _from_slurm(live, order)
     if not fabric.levels and not fabric.grids and spec.pattern is not None and order:
         return _from_pattern(spec.pattern, live, order)
@@ -273,26 +286,26 @@ def _from_profile(spec: TopologySpec, live: LiveCluster | None, order: Sequence[
 
 def _from_slurm(live: LiveCluster | None, order: Sequence[str]) -> Fabric:
     if live is None:
-        return flat(order, "nothing", ["no topology known: Slurm was not asked"])
+        return flat_fabric(order, "nothing", ["no topology known: Slurm was not asked"])
     if not live.units:
         said = live.unknown.get("topology")
         words = said or f"TopologyPlugin={live.plugin} knows no switches and no blocks"
-        return flat(order, "Slurm", [f"no topology known: {words}"], is_unread=said is not None)
+        return flat_fabric(order, "Slurm", [f"no topology known: {words}"], is_unread=said is not None)
     try:
-        return build(live.units, "scontrol show topology", f"Slurm ({_form(live.units)[7:]})")
+        return build_fabric(live.units, "scontrol show topology", f"Slurm ({_form(live.units)[7:]})")
     except UsageError as error:
-        return flat(order, "Slurm", [f"no topology known: {error}"], is_unread=True)
+        return flat_fabric(order, "Slurm", [f"no topology known: {error}"], is_unread=True)
 
 
 def _from_pattern(pattern: str, live: LiveCluster | None, order: Sequence[str]) -> Fabric:
     """By the names; where they tell nothing, by the features that the admin gave the nodes."""
-    fabric = from_names(order, pattern)
+    fabric = fabric_from_names(order, pattern)
     records: Sequence[NodeRecord] = live.nodes if live else ()
     features = {node.name: node.features for node in records if node.features}
-    return fabric if fabric.levels or not features else from_names(order, pattern, features)
+    return fabric if fabric.levels or not features else fabric_from_names(order, pattern, features)
 
 
-def _over(fabric: Fabric, order: Sequence[str]) -> Fabric:
+def _restrict_to_nodes(fabric: Fabric, order: Sequence[str]) -> Fabric:
     """The fabric over these nodes; where it knows levels, those that it does not place are said."""
     found = fabric.restricted(order)
     known = {node for grid in found.grids for node in grid.nodes}
@@ -309,7 +322,7 @@ def _over(fabric: Fabric, order: Sequence[str]) -> Fabric:
 def _few(nodes: Sequence[str]) -> str:
     text = fold_hosts(sort_hosts(nodes))
     text = text if len(text) <= _MOST_NAMED else f"{text[:_MOST_NAMED]}..."
-    return f"{len(nodes)} {plural('node', len(nodes))}, {text}"
+    return f"{len(nodes)} {pluralize('node', len(nodes))}, {text}"
 
 
 def _with_levels(fabric: Fabric, specs: Sequence[LevelSpec]) -> Fabric:
@@ -329,7 +342,7 @@ def _with_levels(fabric: Fabric, specs: Sequence[LevelSpec]) -> Fabric:
             )
             continue
         latency_s = None if spec.latency_us is None else spec.latency_us * _MICRO
-        levels.append(Level(spec.name, spec.bandwidth_GBps * _GIGA, spec.oversubscription, latency_s))
+        levels.append(FabricLevel(spec.name, spec.bandwidth_GBps * _GIGA, spec.oversubscription, latency_s))
     unused = [spec.name for spec in specs if spec.name not in {level.name for level in levels}]
     if unused and fabric.levels:
         notes.append(f"the profile's levels {', '.join(unused)} are not in the topology")

@@ -21,10 +21,10 @@ if TYPE_CHECKING:  # they bring pydantic, which a look at the fabric does withou
     from hpcrun.specs.model import ModelSpec
     from hpcrun.specs.plan import Plan
 
-Pattern = Literal["ring", "chain", "loop", "all_to_all"]
+TrafficPattern = Literal["ring", "chain", "loop", "all_to_all"]
 """ring: to the next, the last to the first; chain: to both neighbours; loop: a closed chain."""
 
-WHOLE = "all ranks"
+ALL_RANKS = "all ranks"
 """The axis of a job that declares none."""
 
 ASSUMED_BYTES = 1 << 20
@@ -36,11 +36,11 @@ _GRAD_BYTES = {"bf16": 4, "fp32": 4, "fp64": 8}
 
 
 @dataclass(frozen=True)
-class Flow:
+class TrafficFlow:
     """The traffic along one axis in one step."""
 
     axis: str
-    pattern: Pattern
+    pattern: TrafficPattern
     size: int
     """Ranks of a group."""
     bytes: int
@@ -50,7 +50,7 @@ class Flow:
 
     def edges(self, degrees: ParallelDegrees, ranks: int) -> Iterator[tuple[int, int, int]]:
         """(sender, receiver, bytes) over all groups of the axis, a pair twice where it meets twice."""
-        size, stride = self.size, stride_of(degrees, self.axis)
+        size, stride = self.size, axis_stride(degrees, self.axis)
         whole = stride * size
         if size < 2:
             return
@@ -74,11 +74,11 @@ class Flow:
 class Traffic:
     """All flows of a job; prints, dumps to JSON and reads back."""
 
-    flows: tuple[Flow, ...]
+    flows: tuple[TrafficFlow, ...]
     notes: tuple[str, ...] = ()
     """What was assumed, one line each."""
 
-    def flow(self, axis: str) -> Flow | None:
+    def flow(self, axis: str) -> TrafficFlow | None:
         """The flow along an axis, None where nothing is sent."""
         return next((flow for flow in self.flows if flow.axis == axis), None)
 
@@ -90,12 +90,12 @@ class Traffic:
     def from_json(cls, values: Mapping[str, Any]) -> Traffic:
         """What as_json wrote; UsageError for anything else."""
         try:
-            flows = tuple(Flow(**flow) for flow in values["flows"])
+            flows = tuple(TrafficFlow(**flow) for flow in values["flows"])
             notes = tuple(values["notes"])
         except (KeyError, TypeError) as error:
             raise UsageError(f"traffic: is no JSON of a traffic ({error})") from None
-        if any(flow.pattern not in get_args(Pattern) for flow in flows):
-            raise UsageError(f"traffic: a pattern is none of {', '.join(get_args(Pattern))}")
+        if any(flow.pattern not in get_args(TrafficPattern) for flow in flows):
+            raise UsageError(f"traffic: a pattern is none of {', '.join(get_args(TrafficPattern))}")
         return cls(flows, notes)
 
     def __str__(self) -> str:
@@ -105,31 +105,31 @@ class Traffic:
         return ", ".join(parts) or "no traffic"
 
 
-def traffic_of(model: ModelSpec | None, plan: Plan | None, job: JobSpec) -> Traffic:
+def estimate_traffic(model: ModelSpec | None, plan: Plan | None, job: JobSpec) -> Traffic:
     """Bytes per step from model and layout; of a foreign command, equal ones along its declared degrees."""
     if model is None or plan is None or job.command is not None:
-        return declared(job.degrees, job.ranks, ep=job.parallel.ep)
+        return declared_traffic(job.degrees, job.ranks, ep=job.parallel.ep)
     flows = (
-        _pipeline(model, plan, job),
-        _replicas(model, plan, job),
-        _shards(model, plan, job),
-        _context(model, plan, job),
-        _tensor(model, plan, job),
+        _pipeline_flow(model, plan, job),
+        _replica_flow(model, plan, job),
+        _shard_flow(model, plan, job),
+        _context_flow(model, plan, job),
+        _tensor_flow(model, plan, job),
     )
     return Traffic(tuple(flow for flow in flows if flow.size > 1))
 
 
-def declared(
+def declared_traffic(
     degrees: ParallelDegrees, ranks: int, *, ep: int = 1, size_bytes: int = ASSUMED_BYTES
 ) -> Traffic:
     """Equal bytes along every declared axis; without any, one ring over all ranks."""
     flows = [
-        Flow(axis, "chain" if axis == "pp" else "ring", size, size_bytes, 1)
+        TrafficFlow(axis, "chain" if axis == "pp" else "ring", size, size_bytes, 1)
         for axis, size in zip(AXES, degrees.shape, strict=True)
         if size > 1
     ]
     if ep > 1:
-        flows.append(Flow("ep", "all_to_all", ep, size_bytes, ep - 1))
+        flows.append(TrafficFlow("ep", "all_to_all", ep, size_bytes, ep - 1))
     if flows:
         names = ", ".join(flow.axis for flow in flows)
         note = f"a command's traffic is not known: equal bytes along {names} are assumed"
@@ -137,37 +137,37 @@ def declared(
     if ranks < 2:
         return Traffic(())
     note = "a command that declares no degrees: one ring over all ranks is assumed"
-    return Traffic((Flow(WHOLE, "ring", ranks, size_bytes, 1),), (note,))
+    return Traffic((TrafficFlow(ALL_RANKS, "ring", ranks, size_bytes, 1),), (note,))
 
 
-def stride_of(degrees: ParallelDegrees, axis: str) -> int:
+def axis_stride(degrees: ParallelDegrees, axis: str) -> int:
     """How many ranks apart neighbours on an axis are; experts are dealt over neighbours in dp · cp."""
     if axis == "ep":
         return degrees.tp
-    return 1 if axis == WHOLE else math.prod(degrees.shape[AXES.index(axis) + 1 :])
+    return 1 if axis == ALL_RANKS else math.prod(degrees.shape[AXES.index(axis) + 1 :])
 
 
-def _pipeline(model: ModelSpec, plan: Plan, job: JobSpec) -> Flow:
+def _pipeline_flow(model: ModelSpec, plan: Plan, job: JobSpec) -> TrafficFlow:
     """2 s b h bytes (16-bit) each way a boundary and microbatch, over tp with sequence parallel, × v.
 
     Megatron-LM (Narayanan et al., 2021), 3.2. Stages that are dealt in turns close the chain: the last rank
     hands on to the first. The way back is counted like the way there, one chunk too many.
     """
     turns = plan.virtual_stages
-    pattern: Pattern = "loop" if turns > 1 and plan.schedule != "zero_bubble" else "chain"
+    pattern: TrafficPattern = "loop" if turns > 1 and plan.schedule != "zero_bubble" else "chain"
     size_bytes = _residual_bytes(model, plan, job) // plan.tp * plan.grad_accum * turns
-    return Flow("pp", pattern, plan.pp, size_bytes, 2 * plan.grad_accum * turns)
+    return TrafficFlow("pp", pattern, plan.pp, size_bytes, 2 * plan.grad_accum * turns)
 
 
-def _replicas(model: ModelSpec, plan: Plan, job: JobSpec) -> Flow:
+def _replica_flow(model: ModelSpec, plan: Plan, job: JobSpec) -> TrafficFlow:
     """2 (n-1)/n of the gradients that a rank holds, once a step: a ring all-reduce."""
     n = plan.dp_replicate
     gradients = _parameters(model, plan) * _GRAD_BYTES[job.train.precision] // plan.dp_shard
     size_bytes = -(-2 * (n - 1) * gradients // n)
-    return Flow("dp_replicate", "ring", n, size_bytes, 2 * (n - 1) * _units(plan))
+    return TrafficFlow("dp_replicate", "ring", n, size_bytes, 2 * (n - 1) * _max_units_per_rank(plan))
 
 
-def _shards(model: ModelSpec, plan: Plan, job: JobSpec) -> Flow:
+def _shard_flow(model: ModelSpec, plan: Plan, job: JobSpec) -> TrafficFlow:
     """Ring all-gather of weights and reduce-scatter of gradients, (n-1)/n of the whole each.
 
     ZeRO-3 gathers twice a microbatch (forward, backward), below it once a step; ZeRO-2 and 3 scatter every
@@ -179,34 +179,34 @@ def _shards(model: ModelSpec, plan: Plan, job: JobSpec) -> Flow:
     scatters = (count if plan.zero >= 2 else 1) * (2 if job.device == "cpu" else 1)
     per_parameter = gathers * _WEIGHT_BYTES[job.train.precision] + scatters * _GRAD_BYTES[job.train.precision]
     size_bytes = -(-(n - 1) * _parameters(model, plan) * per_parameter // n)
-    messages = (n - 1) * (gathers + scatters) * _units(plan)
-    return Flow("dp_shard", "ring", n, size_bytes, messages)
+    messages = (n - 1) * (gathers + scatters) * _max_units_per_rank(plan)
+    return TrafficFlow("dp_shard", "ring", n, size_bytes, messages)
 
 
-def _context(model: ModelSpec, plan: Plan, job: JobSpec) -> Flow:
+def _context_flow(model: ModelSpec, plan: Plan, job: JobSpec) -> TrafficFlow:
     """Ring attention: keys and values of (c-1)/c of the sequence forward, twice that back (Liu et al., 2023).
 
     Besides, the all-reduce of the gradients over the ranks of a sequence.
     """
-    n, layers = plan.cp, _layers(plan)
+    n, layers = plan.cp, _max_blocks_per_rank(plan)
     kv = 2 * model.kv_heads * model.head_dim * _WEIGHT_BYTES[job.train.precision] // plan.tp
     exchanged = 3 * (n - 1) * (plan.seq_len // n) * plan.mbs * kv * layers * plan.grad_accum
     gradients = _parameters(model, plan) * _GRAD_BYTES[job.train.precision] // plan.dp_shard
     size_bytes = exchanged + -(-2 * (n - 1) * gradients // n)
-    messages = (n - 1) * (3 * layers * plan.grad_accum + 2 * _units(plan))
-    return Flow("cp", "ring", n, size_bytes, messages)
+    messages = (n - 1) * (3 * layers * plan.grad_accum + 2 * _max_units_per_rank(plan))
+    return TrafficFlow("cp", "ring", n, size_bytes, messages)
 
 
-def _tensor(model: ModelSpec, plan: Plan, job: JobSpec) -> Flow:
+def _tensor_flow(model: ModelSpec, plan: Plan, job: JobSpec) -> TrafficFlow:
     """With sequence parallel: a layer has 9 ring gathers or scatters of the residual a microbatch.
 
     That is 2 forward and 2 backward all-reduces, each as a scatter and a gather, and one more gather in
     backward; 13 where the forward is run again (Korthikanti et al., 2022, 4). Embedding and head left out.
     """
     n = plan.tp
-    collectives = (13 if job.train.recompute == "full" else 9) * _layers(plan) * plan.grad_accum
+    collectives = (13 if job.train.recompute == "full" else 9) * _max_blocks_per_rank(plan) * plan.grad_accum
     size_bytes = -(-(n - 1) * collectives * _residual_bytes(model, plan, job) // n)
-    return Flow("tp", "ring", n, size_bytes, (n - 1) * collectives)
+    return TrafficFlow("tp", "ring", n, size_bytes, (n - 1) * collectives)
 
 
 def _residual_bytes(model: ModelSpec, plan: Plan, job: JobSpec) -> int:
@@ -214,7 +214,7 @@ def _residual_bytes(model: ModelSpec, plan: Plan, job: JobSpec) -> int:
     return plan.seq_len // plan.cp * plan.mbs * model.hidden * _WEIGHT_BYTES[job.train.precision]
 
 
-def _layers(plan: Plan) -> int:
+def _max_blocks_per_rank(plan: Plan) -> int:
     """Blocks of the pipeline rank that has the most."""
     return max(
         sum(plan.stage_layers[stage][1] - plan.stage_layers[stage][0] for stage in plan.stages_of(pp_rank))
@@ -222,9 +222,9 @@ def _layers(plan: Plan) -> int:
     )
 
 
-def _units(plan: Plan) -> int:
+def _max_units_per_rank(plan: Plan) -> int:
     """What is gathered or reduced at one time: the blocks, embedding and head."""
-    return _layers(plan) + 2
+    return _max_blocks_per_rank(plan) + 2
 
 
 def _parameters(model: ModelSpec, plan: Plan) -> int:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.graph import Fabric, Grid, Level, plural
+from hpcrun.fabric.graph import Fabric, FabricLevel, Grid, pluralize
 from hpcrun.hostlist import expand_hosts, fold_hosts, sort_hosts
-from hpcrun.slurm.topology import Unit
+from hpcrun.slurm.topology import TopologyUnit
 
 BLOCK = "block"
 """The level of NVLink domains, below the leaves."""
@@ -28,13 +28,13 @@ def level_name(height: int) -> str:
     return _HEIGHTS[height] if height < len(_HEIGHTS) else f"level{height}"
 
 
-def build(units: Iterable[Unit], name: str, source: str, *, of_slurm: bool = True) -> Fabric:
+def build_fabric(units: Iterable[TopologyUnit], name: str, source: str, *, of_slurm: bool = True) -> Fabric:
     """The graph of these units; UsageError, with `name` and the line, where they contradict each other.
 
     `of_slurm`: as Slurm has them, which never joins nodes below switches that have none in common.
     """
     units = tuple(units)
-    tree = _Tree([unit for unit in units if unit.kind == "switch"], name)
+    tree = _SwitchTree([unit for unit in units if unit.kind == "switch"], name)
     blocks = _blocks([unit for unit in units if unit.kind == "block"], name, tree.notes)
     grids = _grids([unit for unit in units if unit.kind in ("ring", "torus")], name, tree.notes)
     listed = dict.fromkeys([*tree.lowest, *blocks, *(node for grid in grids for node in grid.nodes)])
@@ -43,14 +43,14 @@ def build(units: Iterable[Unit], name: str, source: str, *, of_slurm: bool = Tru
             listed.update(dict.fromkeys(_expand(unit, name)))
     nodes = sort_hosts(listed) if listed else ()
     heights, above = tree.columns(nodes, of_slurm)
-    levels = [Level(level_name(height)) for height in heights]
-    if blocks and _nested(nodes, blocks, above, tree.notes):
-        levels.insert(0, Level(BLOCK))
+    levels = [FabricLevel(level_name(height)) for height in heights]
+    if blocks and _blocks_are_nested(nodes, blocks, above, tree.notes):
+        levels.insert(0, FabricLevel(BLOCK))
         above = [(blocks.get(node), *row) for node, row in zip(nodes, above, strict=True)]
     rails = {node: tuple(leaves) for node, leaves in tree.leaves.items() if len(leaves) > 1}
     if rails:
         tree.notes.append(
-            f"{len(rails)} {plural('node', len(rails))} below more than one leaf; the first one counts"
+            f"{len(rails)} {pluralize('node', len(rails))} below more than one leaf; the first one counts"
         )
     return Fabric(
         nodes,
@@ -64,18 +64,18 @@ def build(units: Iterable[Unit], name: str, source: str, *, of_slurm: bool = Tru
     )
 
 
-def _where(unit: Unit, name: str) -> str:
+def _where(unit: TopologyUnit, name: str) -> str:
     place = f"{name}:{unit.line}" if unit.line else name
     kind = {"switch": "SwitchName", "block": "BlockName", "ring": "RingName", "torus": "TorusName"}[unit.kind]
     return f"{place} {kind}={unit.name}"
 
 
-def _expand(unit: Unit, name: str) -> tuple[str, ...]:
+def _expand(unit: TopologyUnit, name: str) -> tuple[str, ...]:
     return expand_hosts(unit.nodes, f"{_where(unit, name)} Nodes")
 
 
-def _each_once(units: Sequence[Unit], name: str) -> dict[str, Unit]:
-    found: dict[str, Unit] = {}
+def _each_once(units: Sequence[TopologyUnit], name: str) -> dict[str, TopologyUnit]:
+    found: dict[str, TopologyUnit] = {}
     for unit in units:
         if unit.name in found:
             first = found[unit.name].line
@@ -92,10 +92,10 @@ def _names(text: str, where: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-class _Tree:
+class _SwitchTree:
     """Switches and what is below each; a node goes up from the leaf that names it first."""
 
-    def __init__(self, switches: Sequence[Unit], name: str) -> None:
+    def __init__(self, switches: Sequence[TopologyUnit], name: str) -> None:
         self._name = name
         self._switches = _each_once(switches, name)
         self.notes: list[str] = []
@@ -109,7 +109,7 @@ class _Tree:
         self._find_lowest()
         self._parents = self._find_parents()
 
-    def _children_of(self, switch: Unit) -> tuple[str, ...]:
+    def _children_of(self, switch: TopologyUnit) -> tuple[str, ...]:
         where = _where(switch, self._name)
         children = _names(switch.children, f"{where} Switches")
         if switch.name in children:
@@ -171,7 +171,7 @@ class _Tree:
                     parents[child] = switch if size[switch] > size[best] else best
         if several:
             self.notes.append(
-                f"{len(several)} {plural('switch', len(several))} below more than one other; one counts"
+                f"{len(several)} {pluralize('switch', len(several))} below more than one other; one counts"
             )
         return parents
 
@@ -224,7 +224,7 @@ class _Tree:
         return heights, [rows[self.lowest[node]] if node in self.lowest else nowhere for node in nodes]
 
 
-def _blocks(units: Sequence[Unit], name: str, notes: list[str]) -> dict[str, str]:
+def _blocks(units: Sequence[TopologyUnit], name: str, notes: list[str]) -> dict[str, str]:
     """The block of every node."""
     found: dict[str, str] = {}
     for unit in _each_once(units, name).values():
@@ -234,7 +234,7 @@ def _blocks(units: Sequence[Unit], name: str, notes: list[str]) -> dict[str, str
     return found
 
 
-def _nested(
+def _blocks_are_nested(
     nodes: Sequence[str], blocks: dict[str, str], above: Sequence[tuple[str | None, ...]], notes: list[str]
 ) -> bool:
     """Whether each block lies below one leaf, so that blocks are a level of the tree."""
@@ -247,7 +247,7 @@ def _nested(
     return True
 
 
-def _grids(units: Sequence[Unit], name: str, notes: list[str]) -> list[Grid]:
+def _grids(units: Sequence[TopologyUnit], name: str, notes: list[str]) -> list[Grid]:
     grids = []
     for unit in _each_once(units, name).values():
         # The order of a bracket counts here, as in n[3,1,2].
@@ -261,7 +261,8 @@ def _grids(units: Sequence[Unit], name: str, notes: list[str]) -> list[Grid]:
             notes.append(f"{unit.kind} {unit.name}: distances are known, taken from the order of its nodes")
         else:
             notes.append(
-                f"{unit.kind} {unit.name}: {len(nodes)} {plural('node', len(nodes))} do not fill its places"
+                f"{unit.kind} {unit.name}: {len(nodes)} {pluralize('node', len(nodes))} do not fill its"
+                " places"
                 f" ({'x'.join(map(str, dims)) or 'unknown'}), so that no distances are known"
             )
     return grids

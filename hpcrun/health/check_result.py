@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from hpcrun.fabric.ports import Port
+from hpcrun.fabric.ports import RdmaPort
 
 Verdict = Literal["ok", "warn", "fail", "unknown"]
 """Only `fail` keeps a node out; what is unknown is told, and nothing else."""
@@ -107,7 +107,7 @@ def judge_interface(name: str, state: str | None, flags: int) -> CheckResult:
     )
 
 
-def judge_ports(ports: Collection[Port], wanted: Collection[str]) -> list[CheckResult]:
+def judge_ports(ports: Collection[RdmaPort], wanted: Collection[str]) -> list[CheckResult]:
     """The ports of InfiniBand and RoCE devices; those devices that the job uses have to work."""
     found = []
     for device in sorted({*(port.device for port in ports), *wanted}):

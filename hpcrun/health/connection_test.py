@@ -15,7 +15,7 @@ from hpcrun.listeners import (
     open_listening_socket,
     shut_down_connection,
 )
-from hpcrun.tuning.host.connectivity import sort_out
+from hpcrun.tuning.host.connectivity import attribute_failures
 
 _CONNECT_TIMEOUT_S = 3.0
 """A lost packet is sent again after a second."""
@@ -96,7 +96,7 @@ def describe_unreachable(
     failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str]
 ) -> tuple[str, tuple[str, ...]]:
     """What a trial has shown, in words, and the nodes that are to blame; empty where all were reached."""
-    culprits, pairs = sort_out(failed, nodes)
+    culprits, pairs = attribute_failures(failed, nodes)
     told = [f"{one.failed} of {one.tried} connections of {one.node} fail: {one.why}" for one in culprits]
     told += [f"{a} does not reach {b}: {why}" for (a, b), why in pairs.items()]
     more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""

@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from hpcrun.errors import SiteError
-from hpcrun.fabric.ports import Interface, interfaces
+from hpcrun.fabric.ports import NetworkInterface, read_network_interfaces
 from hpcrun.health.connection_test import ConnectionTest
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import environment_with_package
 from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.host.connectivity import judge
-from hpcrun.tuning.registry.device_names import render_names, socket_choice
+from hpcrun.tuning.host.connectivity import check_connectivity
+from hpcrun.tuning.registry.device_names import choose_socket_interface, render_exact_names
 
 _STEP_S = 60.0
 
@@ -48,7 +48,7 @@ def check_all_connections(allocation: Allocation, interface: str | None) -> tupl
         if step.error
     ]
     failed = {step.node: step.failed for step in steps if not step.error}
-    return (*absent, *judge(failed, list(failed), interface or "the interface that NCCL takes"))
+    return (*absent, *check_connectivity(failed, list(failed), interface or "the interface that NCCL takes"))
 
 
 class _ConnectivityStep:
@@ -118,7 +118,7 @@ class _ConnectivityStep:
 
 def run_connectivity_step(interface: str) -> None:
     """A node's part: listen, say where, try the others, say which were not reached; until the input ends."""
-    address = _first_address(interfaces(), interface)
+    address = _first_address(read_network_interfaces(), interface)
     if address is None:
         _send_message({"error": f"{interface or 'none of its interfaces'} has no address"})
         return
@@ -134,9 +134,9 @@ def _send_message(message: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _first_address(found: Sequence[Interface], interface: str) -> str | None:
+def _first_address(found: Sequence[NetworkInterface], interface: str) -> str | None:
     """The first address of an interface that others can reach, IPv4 first."""
-    chosen = socket_choice(found, render_names([interface]) if interface else "")
+    chosen = choose_socket_interface(found, render_exact_names([interface]) if interface else "")
     for text in chosen.networks if chosen else ():
         address = ipaddress.ip_interface(text)
         if not address.is_link_local:

@@ -17,7 +17,7 @@ from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import environment_with_package
 from hpcrun.slurm.allocation import Allocation, step_environment
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.host.checks import clock_skew
+from hpcrun.tuning.host.checks import check_clock_skew
 
 _MAX_PARALLEL = 16
 _TIMEOUT_S = 120.0
@@ -66,7 +66,7 @@ def _run_node_doctor(node: str, command: Sequence[str], environ: dict[str, str])
         return NodeDoctorResult(node, None, (Finding("fault", "report", node, "its doctor gave no report"),))
     report["node"] = node  # by Slurm's name: its own may have a domain
     told = report.get("time")
-    skew = clock_skew(node, told, started, time.time()) if isinstance(told, float) else []
+    skew = check_clock_skew(node, told, started, time.time()) if isinstance(told, float) else []
     return NodeDoctorResult(node, report, tuple(skew))
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import UntrustedFileError, open_multiuser
 from hpcrun.hostlist import expand_hosts
-from hpcrun.specs.badnodes import BadNode, BadNodes, append_line
+from hpcrun.specs.badnodes import BadNode, BadNodeList, append_synced_lines
 from hpcrun.specs.profiles import config_directories
 
 FAULT_HALF_LIFE_S = 3 * 86400.0
@@ -168,7 +168,7 @@ def max_avoided_nodes(nodes: int, needed: int = 0) -> int:
 
 def select_nodes_to_avoid(
     scores: Mapping[str, LemonScore], nodes: Collection[str], bad: Collection[str] = (), needed: int = 0
-) -> BadNodes:
+) -> BadNodeList:
     """The worst of a partition's nodes as entries for its --exclude, each with its reason and its end.
 
     `bad` are avoided anyway; `needed`: how many nodes the job takes.
@@ -182,9 +182,9 @@ def select_nodes_to_avoid(
         BadNode((node,), _avoidance_reason(scores[node]), None, scores[node].until) for node in chosen
     )
     if not spared:
-        return BadNodes(entries)
+        return BadNodeList(entries)
     told = f"seen as bad, but not avoided: {', '.join(spared)}: no more than {most} of {len(nodes)} nodes are"
-    return BadNodes(entries, (f"{told} for what runs saw; see `hpcrun fabric nodes`",))
+    return BadNodeList(entries, (f"{told} for what runs saw; see `hpcrun fabric nodes`",))
 
 
 def _avoidance_reason(found: LemonScore) -> str:
@@ -277,7 +277,7 @@ def _append_locked(path: Path, lines: bytes) -> None:
                 time.sleep(_TRY_S)
             except OSError:
                 break
-        append_line(path, lines)
+        append_synced_lines(path, lines)
     finally:
         os.close(lock)
 
@@ -293,11 +293,11 @@ def forget_node_faults(path: Path, nodes: Iterable[str], now: float) -> None:
     append_node_faults(path, [NodeFault(node, now, FORGOTTEN_CAUSE) for node in nodes])
 
 
-def load_nodes_to_avoid(nodes: Collection[str], bad: Collection[str], needed: int, now: float) -> BadNodes:
+def load_nodes_to_avoid(nodes: Collection[str], bad: Collection[str], needed: int, now: float) -> BadNodeList:
     """Those nodes that a job is to keep away from for what the user's runs saw, and what to tell of it."""
     found = load_node_faults(node_fault_file())
     chosen = select_nodes_to_avoid(score_nodes(found.entries, now), nodes, bad, needed)
-    return BadNodes(chosen.entries, (*found.notes, *chosen.notes))
+    return BadNodeList(chosen.entries, (*found.notes, *chosen.notes))
 
 
 def record_node_faults(entries: Iterable[NodeFault]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.fabric.ports import ports
+from hpcrun.fabric.ports import read_rdma_ports
 from hpcrun.files import OwnedDirectory, read_filesystem_clock, temporary_name
 from hpcrun.health.check_result import (
     CheckResult,
@@ -77,7 +77,7 @@ def probe_limits(place: CheckTarget) -> list[CheckResult]:
         for name in ("nofile", "nproc", "stack", "memlock")
     }
     known = {name: math.inf if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
-    return judge_limits(known, is_infiniband=bool(ports(place.root, with_gids=False)))
+    return judge_limits(known, is_infiniband=bool(read_rdma_ports(place.root, with_gids=False)))
 
 
 def probe_space(place: CheckTarget) -> list[CheckResult]:
@@ -161,7 +161,7 @@ def probe_interface(place: CheckTarget) -> list[CheckResult]:
 
 def probe_nics(place: CheckTarget) -> list[CheckResult]:
     """The ports of the RDMA devices."""
-    return judge_ports(ports(place.root, with_gids=False), place.hcas)
+    return judge_ports(read_rdma_ports(place.root, with_gids=False), place.hcas)
 
 
 def probe_gpus(place: CheckTarget) -> list[CheckResult]:

@@ -20,10 +20,10 @@ from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.preflight import checks_of
+from hpcrun.specs.preflight import selected_preflight_checks
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.tuning.job_settings import advise_job
-from hpcrun.tuning.registry.device_names import parse_devices
+from hpcrun.tuning.registry.device_names import parse_device_list
 
 _MESSAGE_PREFIX = "preflight: "
 _MAX_FAILED_IN_A_ROW = 3
@@ -93,7 +93,7 @@ def build_preflight_request(
     spec: JobSpec, cluster: ClusterSpec | None, attempt: int, nodes: Sequence[str] = (), *, is_alone: bool
 ) -> PreflightRequest | None:
     """What the nodes are asked to look at; None where the job wants no preflight."""
-    checks = checks_of(spec.preflight)
+    checks = selected_preflight_checks(spec.preflight)
     if not checks:
         return None
     if cluster is None:
@@ -121,7 +121,7 @@ def rank_adapters(
     What the settings leave out on a node is no reason to leave out the node; what they name has to work.
     """
     try:
-        settings = advise_job(spec, cluster, tuple(nodes)).but_for(environ, "environment")
+        settings = advise_job(spec, cluster, tuple(nodes)).without_variables(environ, "environment")
     except UsageError:
         return {}  # the attempt tells what is wrong with the profile, and has no settings
     hcas = cluster.network.hcas
@@ -130,7 +130,7 @@ def rank_adapters(
     for node in nodes:
         value = settings.of_node(node).get("NCCL_IB_HCA") if stands is None else stands
         if value is not None:
-            named = parse_devices(value)
+            named = parse_device_list(value)
             more = named.names if named.exact and not named.excludes else ()
             used = dict.fromkeys([*filter(named.takes, hcas), *more])
             found[node.partition(".")[0]] = tuple(used)

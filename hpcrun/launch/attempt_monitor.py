@@ -33,7 +33,7 @@ from hpcrun.launch.watch.stacks import StackGroup, find_outlier, group_stacks, s
 from hpcrun.launch.watch.stragglers import StragglerDetector
 from hpcrun.launch.watch.watchdog import Hang, HangWatchdog
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.records import LineReader, LineWriter
+from hpcrun.specs.records import JsonLineReader, JsonLineWriter
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.units import parse_time
 
@@ -126,8 +126,8 @@ class AttemptMonitor:
         nodes: Nodes,
         observer: RunObserver,
         limits: AttemptLimits,
-        events: LineWriter,
-        metrics: LineReader,
+        events: JsonLineWriter,
+        metrics: JsonLineReader,
         watchdog: HangWatchdog,
         again: Literal["train", "submit"] = "train",
         beside: Callable[[], str | None] = lambda: None,

@@ -12,11 +12,11 @@ from hpcrun.launch.node_environment import node_table_path, render_node_table
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
-from hpcrun.specs.records import write_whole
+from hpcrun.specs.records import write_atomically
 from hpcrun.specs.rundir import Attempt
-from hpcrun.specs.settings import Setting, Settings, write_settings
-from hpcrun.tuning.host.node_report import nccl_files
-from hpcrun.tuning.job_settings import advise_job, follow
+from hpcrun.specs.settings import CommSetting, CommSettings, write_comm_settings
+from hpcrun.tuning.host.node_report import read_nccl_conf_files
+from hpcrun.tuning.job_settings import advise_job, align_mpi_class
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -38,12 +38,14 @@ def choose_comm_settings(
     try:
         nodes = placement.nodes
         here = os.uname().nodename.partition(".")[0] in {node.partition(".")[0] for node in nodes}
-        files = nccl_files(Path("/"), environ) if here else {}
+        files = read_nccl_conf_files(Path("/"), environ) if here else {}
         settings = advise_job(spec, cluster, nodes, here=here, stands={**files, **environ})
-        settings = settings.but_for(environ, "environment").but_for(files, "nccl.conf of this node")
-        settings = follow(settings)
+        settings = settings.without_variables(environ, "environment").without_variables(
+            files, "nccl.conf of this node"
+        )
+        settings = align_mpi_class(settings)
     except UsageError as error:
-        settings = Settings(notes=(f"no settings: {error}",))
+        settings = CommSettings(notes=(f"no settings: {error}",))
         note(settings.notes[0])
     settings = (
         _with_gloo_interface(settings, interfaces or {}, environ) if len(placement.nodes) > 1 else settings
@@ -51,14 +53,14 @@ def choose_comm_settings(
     for lost in settings.overruled:
         if lost.value != lost.ours:
             note(str(lost))
-    write_settings(attempt.settings, settings)
-    write_whole(node_table_path(attempt), render_node_table(settings, placement))
+    write_comm_settings(attempt.settings, settings)
+    write_atomically(node_table_path(attempt), render_node_table(settings, placement))
     return settings.environment()
 
 
 def _with_gloo_interface(
-    settings: Settings, interfaces: Mapping[str, str], environ: Mapping[str, str]
-) -> Settings:
+    settings: CommSettings, interfaces: Mapping[str, str], environ: Mapping[str, str]
+) -> CommSettings:
     """The same with gloo's interface where nobody has set it: by itself gloo believes the host's own name."""
     if (
         _GLOO_INTERFACE in environ
@@ -67,8 +69,8 @@ def _with_gloo_interface(
     ):
         return settings
 
-    def setting(interface: str) -> Setting:
-        return Setting(
+    def setting(interface: str) -> CommSetting:
+        return CommSetting(
             _GLOO_INTERFACE, interface, "where the other nodes reach this one", "the nodes themselves"
         )
 

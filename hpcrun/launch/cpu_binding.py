@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hpcrun.fabric.node_topology import fold_cpus, parse_cpus
+from hpcrun.fabric.node_topology import format_cpu_list, parse_cpu_list
 from hpcrun.specs.placement import Binding
 
 
@@ -15,11 +15,11 @@ def bind_process(binding: Binding | None) -> dict[str, Any]:
     Nothing is changed where the rank has come up without all of its CPUs: then somebody has bound it already.
     """
     before = os.sched_getaffinity(0)
-    record: dict[str, Any] = {"before": fold_cpus(before)}
-    wanted = set(parse_cpus(binding.cpus)) if binding else set()
+    record: dict[str, Any] = {"before": format_cpu_list(before)}
+    wanted = set(parse_cpu_list(binding.cpus)) if binding else set()
     if wanted and wanted < before:
         try:
             os.sched_setaffinity(0, wanted)
         except OSError as error:
             record["refused"] = error.strerror
-    return {**record, "cpus": fold_cpus(os.sched_getaffinity(0))}
+    return {**record, "cpus": format_cpu_list(os.sched_getaffinity(0))}

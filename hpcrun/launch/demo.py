@@ -11,9 +11,9 @@ from typing import Any
 from hpcrun.launch.attempt_monitor import AttemptOutcome, RunObserver
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.specs.records import last_of_each_step, read_lines
+from hpcrun.specs.records import newest_step_records, read_json_lines
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 from hpcrun.submission.prepare import PreparedJob, prepare_job
 
 LEARNED_LOSS = 3.1
@@ -65,7 +65,7 @@ def demonstrate(
     inbox: SignalQueue, display: Callable[[PreparedJob], RunObserver], say: Callable[[str], None]
 ) -> Demonstration | AttemptOutcome:
     """Run it; an Outcome instead of a Demonstration is the run that did not end as it should."""
-    job = shipped("jobs/demo.yaml")
+    job = shipped_file("jobs/demo.yaml")
     prepared = prepare_job(job)
     half = prepared.spec.train.steps // 2
     say(f"1 of 3: train, and stop after about {half} steps")
@@ -96,5 +96,5 @@ def demonstrate(
 
 
 def _loss_curve(run: RunDir) -> LossCurve:
-    steps = [record for record in read_lines(run.metrics) if record.get("kind") == "step"]
-    return [(record["step"], record["loss"]) for record in last_of_each_step(steps)]
+    steps = [record for record in read_json_lines(run.metrics) if record.get("kind") == "step"]
+    return [(record["step"], record["loss"]) for record in newest_step_records(steps)]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hpcrun.fabric.inventory import Inventory, gpus_of_job
+from hpcrun.fabric.inventory import NodeInventory, gpus_visible_to_job
 from hpcrun.hostlist import fold_hosts
 from hpcrun.launch.rank_command import RANK_PREFIX_VARIABLE, SRUN_OPTIONS_VARIABLE
 from hpcrun.specs.cluster import ClusterSpec
-from hpcrun.specs.fields import given
+from hpcrun.specs.fields import set_variables
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Binding, BoundBy, Placement
 
@@ -49,7 +49,7 @@ def binding_inputs(
         may_assign_gpus=not (gives_out or binds),
         gpus_requested=spec.resources.gpus_per_node,
         in_slurm=in_slurm,
-        environ=None if launcher == "srun" else dict(environ) | given(spec.env),
+        environ=None if launcher == "srun" else dict(environ) | set_variables(spec.env),
         hcas=tuple(cluster.network.hcas) if cluster else (),
     )
 
@@ -57,11 +57,11 @@ def binding_inputs(
 def _may_be_bound(spec: JobSpec, environ: Mapping[str, str]) -> bool:
     """Whether words before the ranks, such as a container's, or Hydra by the job's wish may bind them."""
     before = any(environ.get(one) for one in (RANK_PREFIX_VARIABLE, SRUN_OPTIONS_VARIABLE))
-    return before or any(name.startswith(_HYDRA_BIND_VARIABLES) for name in given(spec.env))
+    return before or any(name.startswith(_HYDRA_BIND_VARIABLES) for name in set_variables(spec.env))
 
 
 def assign_devices(
-    placement: Placement, told: Mapping[str, Inventory], around: BindingInputs
+    placement: Placement, told: Mapping[str, NodeInventory], around: BindingInputs
 ) -> tuple[Placement, list[str]]:
     """The placement with what every rank uses of its node, and notes on what is odd or not known there."""
     bindings: dict[int, Binding] = {}
@@ -80,20 +80,24 @@ def assign_devices(
     return replace(placement, bindings=every, bound_by=around.bound_by), lines
 
 
-def _assign_on_node(node: Inventory, ranks: int, around: BindingInputs) -> tuple[list[Binding], list[str]]:
+def _assign_on_node(
+    node: NodeInventory, ranks: int, around: BindingInputs
+) -> tuple[list[Binding], list[str]]:
     there, notes = node.inside.gpus, []
     gpus: list[int] | None = []
     if around.uses_gpus and there and not around.may_assign_gpus:
         gpus = None
     elif around.uses_gpus and there:
-        gpus = gpus_of_job(there, around.environ or {}, around.gpus_requested, in_slurm=around.in_slurm)
+        gpus = gpus_visible_to_job(
+            there, around.environ or {}, around.gpus_requested, in_slurm=around.in_slurm
+        )
         if gpus is None:
             notes.append(f"which of its {len(there)} GPUs the job has is not known; ranks keep to NUMA nodes")
     found = list(node.inside.bind(ranks, gpus=gpus or (), allowed=node.cpus, hcas=around.hcas))
     if gpus is None:
         found = [replace(one, nic=None) for one in found]
     used = {one.gpu for one in found}
-    far = [gpu for gpu in node.inside.far_from_its_cpus(node.cpus) if gpu in used]
+    far = [gpu for gpu in node.inside.gpus_far_from_cpus(node.cpus) if gpu in used]
     notes += [f"GPU {gpu}: none of the job's CPUs is near it; ask for whole nodes" for gpu in far]
     if around.bound_by == "launcher":
         found = [replace(one, cpus="") for one in found]

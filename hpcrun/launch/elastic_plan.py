@@ -7,7 +7,7 @@ from typing import Any
 
 from hpcrun.runs.snapshot import read_replica_counts
 from hpcrun.specs.plan import Plan
-from hpcrun.specs.reduced_plan import least_ranks, shrink
+from hpcrun.specs.reduced_plan import minimum_ranks, shrink_plan
 from hpcrun.specs.rundir import Attempt
 from hpcrun.submission.prepare import PreparedJob
 
@@ -37,7 +37,7 @@ def plan_for_nodes(prepared: PreparedJob, per_node: int, left: int) -> ElasticPl
     """The whole job, else what it goes on with; also the whole where the nodes are too few for anything."""
     plan = prepared.plan
     if plan is not None:
-        plan = shrink(prepared.spec, plan, left * per_node) or plan
+        plan = shrink_plan(prepared.spec, plan, left * per_node) or plan
     ranks = prepared.ranks if plan is None else plan.degrees.world_size
     return ElasticPlan(plan, -(-ranks // per_node))
 
@@ -45,5 +45,5 @@ def plan_for_nodes(prepared: PreparedJob, per_node: int, left: int) -> ElasticPl
 def min_nodes(prepared: PreparedJob, per_node: int) -> int:
     """With how many nodes the job still goes on."""
     plan = prepared.plan
-    ranks = prepared.ranks if plan is None else least_ranks(prepared.spec, plan)
+    ranks = prepared.ranks if plan is None else minimum_ranks(prepared.spec, plan)
     return -(-ranks // per_node)

@@ -18,7 +18,7 @@ from typing import Any
 from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.records import LineReader
+from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.timing import FINAL_SAVE_MARGIN
 from hpcrun.units import parse_time
@@ -100,7 +100,7 @@ def _append_duration(values: deque[float], value: Any) -> None:
 def effective_grace_s(run: RunDir, spec: JobSpec) -> float:
     """How long before the end of the allocation the run was asked to save: by Slurm, or earlier by us."""
     told = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
-    pace, reader = SaveDurations(), LineReader(run.metrics)
+    pace, reader = SaveDurations(), JsonLineReader(run.metrics)
     while lines := reader.read(_CHUNK_BYTES):
         pace.take_all(lines)
     return max(told, pace.lead_s)
@@ -145,7 +145,7 @@ def watch_time_limit(
         return
     over = threading.Event()
     call = FinalSaveTimer(parse_time(spec.retries.grace).seconds, allocation.seconds_left, time.monotonic)
-    reader = LineReader(run.metrics)
+    reader = JsonLineReader(run.metrics)
 
     def watch() -> None:
         while not over.wait(_POLL_S):

@@ -55,7 +55,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._beat, daemon=True)
         self._thread.start()
 
-    def touch(self) -> None:
+    def beat(self) -> None:
         """The main loop is here."""
         self._came_by = time.monotonic()
 

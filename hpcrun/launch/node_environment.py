@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt
-from hpcrun.specs.settings import Settings
+from hpcrun.specs.settings import CommSettings
 
 BINDING_VARIABLES = ("HPCRUN_CPUS", "HPCRUN_NIC", "HPCRUN_GPU_UUID")
 """What a program's rank finds of its binding: its CPUs, the adapter and the GPU that are near to them."""
@@ -20,7 +20,7 @@ def node_table_path(attempt: Attempt) -> Path:
     return attempt.path / "settings.tsv"
 
 
-def render_node_table(settings: Settings, placement: Placement | None = None) -> str:
+def render_node_table(settings: CommSettings, placement: Placement | None = None) -> str:
     """The table's text, with the bindings of a placement; a value that it cannot hold is left out."""
     usual = settings.environment()
     rows = [

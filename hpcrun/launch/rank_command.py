@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from hpcrun.errors import EXIT_RANKS_DIED, EXIT_SITE, UsageError
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
-from hpcrun.specs.records import write_whole
+from hpcrun.specs.records import write_atomically
 from hpcrun.specs.run_variables import NODE_MARK
 from hpcrun.specs.rundir import Attempt
 
@@ -135,7 +135,7 @@ def rank_command(
         # -P: a file of the user's that is called like a module must not become that module.
         return (*prefix, python, "-P", "-m", "hpcrun", "_rank", str(attempt.run.path), str(attempt.number))
     script = attempt.path / "rank.sh"
-    write_whole(script, _render_rank_script(attempt, placement))
+    write_atomically(script, _render_rank_script(attempt, placement))
     return ("/bin/sh", str(script), *prefix, *spec.command)
 
 

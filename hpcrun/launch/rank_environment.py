@@ -14,7 +14,7 @@ from hpcrun.launch.run_context import RunContext
 from hpcrun.launch.watch.hang_probe import NCCL_PIPE_PREFIX, NCCL_TRACE_PREFIX
 from hpcrun.launch.watch.progress import PROGRESS_SOCKET_VARIABLE, STACKS_VARIABLE
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.specs.fields import given, taken_away
+from hpcrun.specs.fields import set_variables, unset_variables
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
@@ -38,7 +38,7 @@ def build_rank_environment(
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(attempt.stacks / NCCL_PIPE_PREFIX),
         "TORCH_FR_DUMP_TEMP_FILE": str(attempt.stacks / NCCL_TRACE_PREFIX),
     }
-    own, unset = given(spec.env), taken_away(spec.env)
+    own, unset = set_variables(spec.env), unset_variables(spec.env)
     environ = {k: v for k, v in usual.items() if k not in unset} | site.inherited_environment(spec)
     points = _collect_rendezvous_points(attempt, spec, site, placement, nodes, note)
     interfaces = {node: one.interface for node, one in points.items() if one.interface}

@@ -29,7 +29,7 @@ from hpcrun.specs.run_variables import (
     RUN_ID_VARIABLE,
 )
 from hpcrun.specs.rundir import Attempt
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 
 _STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
@@ -118,7 +118,7 @@ def _reset_wakeup_in_child(owner: int) -> None:
 
 
 def _stopped_early_result(attempt: Attempt) -> dict[str, Any]:
-    saves = saved_steps(attempt.run.checkpoints)
+    saves = resumable_checkpoints(attempt.run.checkpoints)
     step = saves[-1].step if saves else 0
     return {"attempt": attempt.number, "status": "saved", "step": step, "steps_done": 0}
 

@@ -11,7 +11,7 @@ from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 
 RestartCause = Literal["time_limit", "preemption", "crash", "hang", "node", "straggler", "supervisor lost"]
 FAULT_CAUSES: tuple[RestartCause, ...] = ("crash", "hang", "node", "straggler", "supervisor lost")
@@ -64,7 +64,7 @@ def why_no_retry(
     retries = spec.retries
     if retries is None:
         return "the job has no retry: block, and a command is not known to go on where it stopped"
-    if in_place and run.attempt(outcome.attempt).unrestored.exists():
+    if in_place and run.attempt(outcome.attempt).restore_failure.exists():
         # Not the job's fault, and it comes to an end: what cannot be loaded twice is not tried again.
         return None
     if cause in ("crash", "hang") and not progress and is_repeated_failure(run, outcome):
@@ -92,7 +92,7 @@ def count_restarts(run: RunDir, cause: RestartCause) -> int:
     """How often there was another attempt for this cause; one that could not load its state is none."""
     return sum(
         cause in (record.get("requeued"), record.get("relaunched"))
-        and not run.attempt(record["attempt"]).unrestored.exists()
+        and not run.attempt(record["attempt"]).restore_failure.exists()
         for record in read_outcomes(run)
     )
 
@@ -122,5 +122,5 @@ def read_outcomes(run: RunDir) -> list[dict[str, Any]]:
 
 def newest_saved_step(run: RunDir) -> int:
     """The step that a new attempt would go on from."""
-    steps = saved_steps(run.checkpoints)
+    steps = resumable_checkpoints(run.checkpoints)
     return steps[-1].step if steps else 0

@@ -8,7 +8,7 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.health.lemon_nodes import max_avoided_nodes
 from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.slurm.allocation import Allocation
-from hpcrun.slurm.client import run_client
+from hpcrun.slurm.client import run_slurm_client
 from hpcrun.slurm.jobs import parse_scontrol_jobs
 
 _ASK_S = 10
@@ -21,12 +21,12 @@ def build_requeue_exclusion(allocation: Allocation, nodes: Sequence[str], needed
     than what runs saw may take away, nor so much that it would wait for ever.
     """
     try:
-        shown = run_client(["scontrol", "show", "job", allocation.id], timeout_s=_ASK_S).stdout
+        shown = run_slurm_client(["scontrol", "show", "job", allocation.id], timeout_s=_ASK_S).stdout
         record = next(iter(parse_scontrol_jobs(shown)), None)
         if record is None or not record.partition:
             return ""
         words = ["sinfo", "-h", "-N", "-o", "%N", "-p", record.partition]
-        known = dict.fromkeys(run_client(words, timeout_s=_ASK_S).stdout.split())
+        known = dict.fromkeys(run_slurm_client(words, timeout_s=_ASK_S).stdout.split())
         before = expand_hosts(record.fields.get("ExcNodeList", ""), "ExcNodeList")
     except (SiteError, UsageError):
         return ""

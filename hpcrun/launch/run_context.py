@@ -11,9 +11,9 @@ from hpcrun.address import HostAddress, reachable_address
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.fabric.domains import failure_domains
 from hpcrun.fabric.graph import Fabric
-from hpcrun.fabric.place import order
-from hpcrun.fabric.topology_reader import find_fabric, from_addresses
-from hpcrun.fabric.traffic import traffic_of
+from hpcrun.fabric.place import order_granted_nodes
+from hpcrun.fabric.topology_reader import fabric_from_addresses, find_fabric
+from hpcrun.fabric.traffic import estimate_traffic
 from hpcrun.launch.agents.agent_nodes import AgentNodes
 from hpcrun.launch.agents.agent_pool import AgentPool
 from hpcrun.launch.agents.local_node import LocalNode
@@ -25,11 +25,11 @@ from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import environment_with_package
 from hpcrun.runs.lease import Leadership
 from hpcrun.slurm.allocation import Allocation, find_allocation, step_environment
-from hpcrun.slurm.cluster_state import LiveCluster, ask_topology
+from hpcrun.slurm.cluster_state import LiveCluster, query_topology
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, find_cluster
-from hpcrun.specs.fields import matches, taken_away
+from hpcrun.specs.fields import matches_any_pattern, unset_variables
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.placement import Placement, explained, in_blocks
+from hpcrun.specs.placement import Placement, place_in_blocks, with_explanation
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.launch_checks import launcher_name, why_no_step_options
@@ -75,7 +75,7 @@ class RunContext:
         spread = asked.nodes == 1 and asked.ranks_per_node is None
         # A job that says nothing of nodes takes all that there are.
         per_node = -(-spec.ranks // max(1, len(nodes) - asked.spares)) if spread else spec.ranks_per_node
-        in_blocks(nodes, spec.ranks, per_node)
+        place_in_blocks(nodes, spec.ranks, per_node)
         return per_node
 
     def place(
@@ -86,17 +86,17 @@ class RunContext:
         degrees, ranks = (plan.degrees, plan.degrees.world_size) if plan else (spec.degrees, spec.ranks)
         if self.allocation is None:
             return Placement((os.uname().nodename,) * ranks)
-        placed = order(
+        placed = order_granted_nodes(
             self._fabric(nodes),
             [node for node in self.allocation.nodes if node in nodes.alive],
             ranks,
             per_node,
             degrees,
-            traffic_of(spec.model, plan, spec),
+            estimate_traffic(spec.model, plan, spec),
             policy=spec.resources.placement,
             avoid=excluded,
         )
-        return explained(placed.placement, placed.spares, placed.method, placed.why)
+        return with_explanation(placed.placement, placed.spares, placed.method, placed.why)
 
     def _fabric(self, nodes: Nodes) -> Fabric:
         """The whole network, as the profile or Slurm has it; else ours alone, by the addresses of the nodes.
@@ -104,10 +104,10 @@ class RunContext:
         The whole, because a switch carries as much as all the nodes below it need, not only those of the job.
         """
         if not self._topology:
-            self._topology.append(ask_topology(self.cluster.slurm_cluster if self.cluster else None))
+            self._topology.append(query_topology(self.cluster.slurm_cluster if self.cluster else None))
         fabric = find_fabric(self.cluster, self._topology[0], None)
         told = nodes.addresses
-        return from_addresses(told) if told and not (fabric.levels or fabric.grids) else fabric
+        return fabric_from_addresses(told) if told and not (fabric.levels or fabric.grids) else fabric
 
     def domains(self, nodes: Nodes, names: Sequence[str]) -> dict[str, dict[str, str | None]]:
         """What fails together, by level of the fabric; nothing where there is no fabric."""
@@ -146,8 +146,8 @@ class RunContext:
         """What agents and ranks inherit of our own environment: nothing that the job unsets, or denies."""
         # A batch job was submitted without what is denied, and what the site has set since then is meant.
         deny = [] if self.is_batch else [*(self.cluster.env_deny if self.cluster else ()), *spec.env_deny]
-        unset, environ = taken_away(spec.env), without_rank_variables(os.environ)
-        left = {k: v for k, v in environ.items() if k not in unset and not matches(k, deny)}
+        unset, environ = unset_variables(spec.env), without_rank_variables(os.environ)
+        left = {k: v for k, v in environ.items() if k not in unset and not matches_any_pattern(k, deny)}
         return environment_with_package(left)
 
     @contextmanager

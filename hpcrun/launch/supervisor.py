@@ -42,7 +42,7 @@ from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.load import render_job
 from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.placement import Placement, write_placement
-from hpcrun.specs.records import LineReader, write_json, write_whole
+from hpcrun.specs.records import JsonLineReader, write_atomically, write_json
 from hpcrun.specs.rundir import Attempt, RunDir, new_run
 from hpcrun.submission.prepare import PreparedJob
 
@@ -104,7 +104,7 @@ class Supervisor:
     def _new_run(self) -> RunDir:
         """The directory of a new run, with all that makes it one; nothing where that cannot be written."""
         with new_run(self._prepared.spec.name) as run:
-            write_whole(run.spec, render_job(self._prepared.spec))
+            write_atomically(run.spec, render_job(self._prepared.spec))
             record_provenance(run, self._prepared.spec)
         return run
 
@@ -327,13 +327,13 @@ class Supervisor:
         spec = self._prepared.spec
         for note in clean_up_leftovers(run):
             self._observer.note(note)
-        attempt = run.coming_attempt()
+        attempt = run.upcoming_attempt()
         self._began_at = recovery.newest_saved_step(run)
 
         def furnish() -> None:
             run.exit.unlink(missing_ok=True)
             attempt.create()
-            write_whole(run.spec, render_job(spec))
+            write_atomically(run.spec, render_job(spec))
             write_json(attempt.supervisor, self._identity())
 
         retry_while_full(furnish)
@@ -354,10 +354,10 @@ class Supervisor:
     def _run_attempt(self, attempt: Attempt, launcher: Launcher, nodes: Nodes) -> AttemptOutcome:
         spec, plan, out = self._prepared.spec, self._node_pool.fit(nodes).plan, self._node_pool.out(nodes)
         if plan is not None:
-            write_whole(attempt.plan, plan.model_dump_json(indent=2) + "\n")
+            write_atomically(attempt.plan, plan.model_dump_json(indent=2) + "\n")
         placement = self._with_devices(self._context.place(spec, plan, nodes, out), launcher, nodes)
         write_placement(attempt.placement, placement, plan.degrees if plan else spec.degrees)
-        write_whole(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
+        write_atomically(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
         assert self._coordinator is not None
         around = (*placement.nodes, *placement.spares)
         domains = self._context.domains(nodes, around) if self._coordinator.has_levels else {}
@@ -414,7 +414,7 @@ class Supervisor:
         )
         events = LeaderEventWriter(attempt.run.events, self._verify)
         metrics = attempt.run.metrics
-        reader = LineReader(metrics, metrics.stat().st_size if metrics.exists() else 0)
+        reader = JsonLineReader(metrics, metrics.stat().st_size if metrics.exists() else 0)
         try:
             again: Literal["train", "submit"] = "submit" if self._context.is_batch else "train"
             course = AttemptMonitor(

@@ -23,7 +23,7 @@ from hpcrun.launcher_world import without_rank_variables
 from hpcrun.local_identity import expand_path, working_directory
 from hpcrun.masking import Masker
 from hpcrun.process import environment_with_package
-from hpcrun.specs.fields import given
+from hpcrun.specs.fields import set_variables
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
@@ -167,7 +167,7 @@ def _wandb_config(run: RunDir, spec: JobSpec, wanted: TelemetrySpec) -> dict[str
     return {
         **wanted.wandb.model_dump(),
         "group": wanted.wandb.group or (sweep.id if sweep else None),
-        "env": {name: value for name, value in given(spec.env).items() if name.startswith("WANDB_")},
+        "env": {name: value for name, value in set_variables(spec.env).items() if name.startswith("WANDB_")},
         "secrets": {name: path for name, path in spec.secrets.items() if name.startswith("WANDB_")},
         "config": Masker().mask_record(
             spec.model_dump(mode="json", exclude={"env", "secrets", "hooks", "telemetry"})

@@ -13,7 +13,7 @@ from hpcrun.runs.remote_signal import signal_successor
 from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
 from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.slurm.ids import parse_job_id
-from hpcrun.slurm.queue import Answer, Question, ask_jobs, cancel_job
+from hpcrun.slurm.queue import JobQuery, JobQueryResult, cancel_job, query_jobs
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
@@ -38,7 +38,7 @@ def cancel_run(run: RunDir, *, now: bool = False) -> list[str]:
             with suppress(OSError):
                 write_json(one.run.wish, {"time": time.time(), "attempt": one.attempt})
     lines = [_cancel_process(one.run, now) for one in _one_per_process([one for one in ahead if not one.job])]
-    by_job: dict[Question, list[RunState]] = {}
+    by_job: dict[JobQuery, list[RunState]] = {}
     for one in ahead:
         if one.job and not now and (reached := signal_successor(one.run, signal.SIGTERM, one.cluster)):
             lines.append(f"{one.run.id}: asked {reached} to save and stop")
@@ -82,14 +82,14 @@ def _cancel_process(run: RunDir, now: bool) -> str:
     return f"{run.id}: ended without a save"
 
 
-def _scancel_target(run: RunDir, state: RunState) -> Question:
+def _scancel_target(run: RunDir, state: RunState) -> JobQuery:
     """The job to name to scancel: of a sweep the whole array."""
     found = parse_job_id(state.job or "")
     assert found is not None
-    return Question(found.job, None if run.sweep.is_file() else found.element, state.cluster)
+    return JobQuery(found.job, None if run.sweep.is_file() else found.element, state.cluster)
 
 
-def _cancel_job(job: Question, states: Sequence[RunState], now: bool) -> str:
+def _cancel_job(job: JobQuery, states: Sequence[RunState], now: bool) -> str:
     waiting = [one.run for one in states if one.state == "queued"]
     if waiting:
         # What waits comes first, and then a second look: nothing may start behind our back.
@@ -110,16 +110,16 @@ def _dequeued_runs(waiting: Sequence[RunDir]) -> list[RunDir]:
     """Those of the waiting that are out of the queue now."""
     states = read_run_states(waiting)
     # Slurm forgets an element that had not started as soon as it is cancelled; the accounts may be down.
-    asked: dict[RunDir, Question] = {}
+    asked: dict[RunDir, JobQuery] = {}
     for one in states:
         if one.state == "unknown" and (found := parse_job_id(one.job or "")) is not None:
-            asked[one.run] = Question(found.job, found.element, one.cluster)
-    answers = ask_jobs(asked.values(), in_accounts=False) if asked else {}
-    gone = [run for run, question in asked.items() if answers[question] == Answer()]
+            asked[one.run] = JobQuery(found.job, found.element, one.cluster)
+    answers = query_jobs(asked.values(), in_accounts=False) if asked else {}
+    gone = [run for run, question in asked.items() if answers[question] == JobQueryResult()]
     return [one.run for one in states if one.state in ("cancelled", "lost") or one.run in gone]
 
 
-def _record_cancellation(run: RunDir, job: Question) -> None:
+def _record_cancellation(run: RunDir, job: JobQuery) -> None:
     """An end that no supervisor is there to write down, and that Slurm forgets in some minutes."""
     attempts = run.attempts()
     number = attempts[-1].number if attempts else None

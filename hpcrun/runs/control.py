@@ -16,10 +16,10 @@ from hpcrun.runs.remote_signal import signal_successor
 from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
 from hpcrun.runs.save_text import is_durable_save
 from hpcrun.runs.snapshot import RunSnapshot
-from hpcrun.slurm.answers import parse_trouble
-from hpcrun.slurm.client import run_client
+from hpcrun.slurm.answers import parse_slurm_problem
+from hpcrun.slurm.client import run_slurm_client
 from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.records import LineReader
+from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import RunDir
 
 _SCANCEL_S = 30.0
@@ -31,7 +31,7 @@ class SaveRequest:
 
     lines: list[str]
     """In words, a line each."""
-    answers: dict[RunDir, LineReader]
+    answers: dict[RunDir, JsonLineReader]
     """The metrics of every run that was asked, from that moment on."""
 
 
@@ -98,7 +98,7 @@ def wait_for_saves(
     return all_saved
 
 
-def _next_save_text(reader: LineReader) -> str:
+def _next_save_text(reader: JsonLineReader) -> str:
     for line in reader.read():
         if is_durable_save(line):
             seconds = line.get("lag_s", line.get("seconds"))
@@ -107,8 +107,8 @@ def _next_save_text(reader: LineReader) -> str:
     return ""
 
 
-def _new_metrics_reader(run: RunDir) -> LineReader:
-    return LineReader(run.metrics, run.metrics.stat().st_size if run.metrics.exists() else 0)
+def _new_metrics_reader(run: RunDir) -> JsonLineReader:
+    return JsonLineReader(run.metrics, run.metrics.stat().st_size if run.metrics.exists() else 0)
 
 
 def _require_savable_run(run: RunDir, force: bool) -> None:
@@ -154,7 +154,7 @@ def _signal_batch_jobs(jobs: Sequence[str], cluster: str) -> None:
     """Through the batch shell, which hands it on; SiteError with scancel's words."""
     where = ["-M", cluster] if cluster else []
     words = ["scancel", "--state=RUNNING", "--batch", "--signal=USR1", *where, *jobs]
-    done = run_client(words, timeout_s=_SCANCEL_S)
-    trouble = parse_trouble(done.stderr)
+    done = run_slurm_client(words, timeout_s=_SCANCEL_S)
+    trouble = parse_slurm_problem(done.stderr)
     if trouble is None or trouble.kind not in ("no-job", "ended"):
         done.require_success()

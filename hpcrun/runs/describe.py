@@ -17,9 +17,9 @@ from hpcrun.runs.snapshot import read_replica_counts
 from hpcrun.runs.timeline import is_valid_timestamp
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.records import read_json, read_lines
+from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import Attempt, RunDir
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.specs.sweep import read_sweep
 
 
@@ -38,9 +38,9 @@ def describe_run(run: RunDir) -> tuple[dict[str, Any], GoodputLedger]:
         "after": [one.id for one in read_predecessors(owner).runs],
         "origin": asdict(origin) | {"argv": Masker().mask_words(origin.argv)} if origin else None,
         "attempts": [_describe_attempt(one, state) for one in run.attempts()],
-        "saved_steps": [one.step for one in saved_steps(run.checkpoints)],
+        "saved_steps": [one.step for one in resumable_checkpoints(run.checkpoints)],
         "save_levels": levels.as_json(),
-        "save_lines": levels.lines() + describe_spare_replicas(read_lines(run.events)),
+        "save_lines": levels.lines() + describe_spare_replicas(read_json_lines(run.events)),
     }
     return told, compute_run_ledger(state)
 
@@ -66,7 +66,8 @@ def _event_clock_time(run: RunDir, at: float | None) -> float:
     another than both.
     """
     last = max(
-        (one["time"] for one in read_lines(run.events) if is_valid_timestamp(one.get("time"))), default=None
+        (one["time"] for one in read_json_lines(run.events) if is_valid_timestamp(one.get("time"))),
+        default=None,
     )
     if at is None:
         try:
@@ -78,7 +79,7 @@ def _event_clock_time(run: RunDir, at: float | None) -> float:
 
 def read_checkpoint_stats(run: RunDir) -> CheckpointStats:
     """What its saves have come to at each level; of a sweep nothing."""
-    return CheckpointStats().take_all(read_lines(run.metrics))
+    return CheckpointStats().take_all(read_json_lines(run.metrics))
 
 
 def read_sweep_results(run: RunDir) -> list[tuple[dict[str, Any], RunState]]:

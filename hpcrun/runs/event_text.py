@@ -16,7 +16,7 @@ from hpcrun.runs.level_text import LEVEL_EVENTS, describe_level_event
 from hpcrun.runs.save_text import describe_save, describe_weights, is_durable_save
 from hpcrun.runs.timeline import is_valid_count
 from hpcrun.specs.placement import read_placement
-from hpcrun.specs.records import LineReader
+from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import RunDir
 
 Record = Mapping[str, Any]
@@ -159,8 +159,8 @@ class _RunRecords:
     """The records of a run as they come."""
 
     def __init__(self, run: RunDir) -> None:
-        self._events, self._metrics = LineReader(run.events), LineReader(run.metrics)
-        self._chaos = LineReader(run.chaos)
+        self._events, self._metrics = JsonLineReader(run.events), JsonLineReader(run.metrics)
+        self._chaos = JsonLineReader(run.chaos)
         self._teller = EventFormatter(lambda attempt: _attempt_nodes(run, attempt))
 
     def new(self) -> list[EventLine]:

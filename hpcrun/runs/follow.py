@@ -15,7 +15,7 @@ from hpcrun.files import open_regular
 from hpcrun.runs.run_state import RunState, read_run_states
 from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.records import LineReader
+from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _CHUNK_BYTES = 65536
@@ -133,7 +133,7 @@ def follow_logs(
     is waited for, and each new attempt, is noted; `step` gets the lines that come to metrics.jsonl.
     """
     log = _RunLog(run, rank, batch, attempt)
-    metrics = LineReader(run.metrics, run.metrics.stat().st_size if run.metrics.exists() else 0)
+    metrics = JsonLineReader(run.metrics, run.metrics.stat().st_size if run.metrics.exists() else 0)
 
     def render() -> None:
         for text in log.read(note):

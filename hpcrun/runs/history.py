@@ -16,9 +16,9 @@ from hpcrun.files import read_regular
 from hpcrun.runs.ledger import read_ledger
 from hpcrun.runs.timeline import AttemptTimeline, Record, build_timelines
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.load import load_job_of
+from hpcrun.specs.load import load_run_job
 from hpcrun.specs.placement import read_placement
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 
 MAX_HISTORY_RUNS = 200
@@ -67,7 +67,7 @@ def count_run_failures(runs: Iterable[RunDir], cluster: str | None) -> FailureHi
         with suppress(HpcrunError, OSError):  # of a damaged record others complain
             if _cluster_name(run) == cluster and not run.chaos.exists():
                 total += count_attempt_failures(
-                    build_timelines(read_lines(run.events), ()),
+                    build_timelines(read_json_lines(run.events), ()),
                     {one.number: _node_count(one) for one in run.attempts()},
                 )
     return total
@@ -126,7 +126,7 @@ def find_similar_runs(spec: JobSpec, runs: Iterable[RunDir]) -> list[RunDir]:
     found = []
     for run in reversed(named[-_MAX_SIMILAR_RUNS:]):
         with suppress(HpcrunError, OSError):
-            if _job_shape(load_job_of(run).spec) == _job_shape(spec):
+            if _job_shape(load_run_job(run).spec) == _job_shape(spec):
                 found.append(run)
     return found
 
@@ -140,7 +140,7 @@ def measure_runs(runs: Sequence[RunDir]) -> MeasuredCosts:
     """What these runs took, all their lines together; what none of them tells is None."""
     lines, restarts = list[Record](), list[float]()
     for run in runs:
-        lines += read_lines(run.metrics)
+        lines += read_json_lines(run.metrics)
         book = read_ledger(run)
         if book.mttr_s is not None and book.mttd_s is not None:
             restarts.append(book.mttd_s + book.mttr_s)

@@ -10,8 +10,8 @@ from pathlib import Path
 from hpcrun.errors import HpcrunError, SpecError
 from hpcrun.masking import is_secret_name
 from hpcrun.specs.cluster import load_cluster
-from hpcrun.specs.fields import given
-from hpcrun.specs.load import load_job_of
+from hpcrun.specs.fields import set_variables
+from hpcrun.specs.load import load_run_job
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.secrets import read_secrets
@@ -25,13 +25,13 @@ def known_secrets(run: RunDir) -> Iterator[str]:
     yield from _read_run_secrets(run.leader)
     environments: list[Mapping[str, str]] = [os.environ]
     with suppress(HpcrunError, OSError):
-        spec = load_job_of(run).spec
-        environments.append(given(spec.env))
+        spec = load_run_job(run).spec
+        environments.append(set_variables(spec.env))
         for name, path in spec.secrets.items():
             with suppress(SpecError):
                 yield from read_secrets({name: path}).values()
     with suppress(HpcrunError, OSError):
-        environments.append(given(load_cluster(owner.cluster).env))
+        environments.append(set_variables(load_cluster(owner.cluster).env))
     for environment in environments:
         yield from (value for name, value in environment.items() if is_secret_name(name))
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from hpcrun.runs.run_lock import RunOwnedError
 from hpcrun.specs.io_retry import retry_while_full
-from hpcrun.specs.records import LineWriter, read_json, write_json
+from hpcrun.specs.records import JsonLineWriter, read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
 LEASE_RENEW_S = 1.0
@@ -194,7 +194,7 @@ class Leadership:
         self.check()
 
 
-class LeaderEventWriter(LineWriter):
+class LeaderEventWriter(JsonLineWriter):
     """The event log of a run that may change hands: each line names its host, and none is a fenced one's."""
 
     def __init__(self, path: Path, verify: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpcrun.errors import EXIT_NOT_A_NUMBER, UsageError
 from hpcrun.runs.timeline import AttemptTimeline, Record, build_timelines, is_valid_count
-from hpcrun.specs.records import read_json, read_lines
+from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
 
 LEDGER_BUCKETS: Mapping[str, str] = {
@@ -129,7 +129,7 @@ class GoodputLedger:
 
 def read_ledger(run: RunDir, *, now: float | None = None) -> GoodputLedger:
     """The ledger of a run directory; `now`, by the clock of its events, for a run that goes on."""
-    events = list(read_lines(run.events))
+    events = list(read_json_lines(run.events))
     told = {event.get("attempt") for event in events if event.get("event") == "requeue"}
     for attempt in run.attempts():
         ended: Record = {}
@@ -139,7 +139,7 @@ def read_ledger(run: RunDir, *, now: float | None = None) -> GoodputLedger:
         if (cause := ended.get("requeued")) and attempt.number not in told:
             stamp = {"time": ended.get("ended"), "attempt": attempt.number}
             events.append({**stamp, "event": "requeue", "cause": cause})
-    return compute_ledger(events, read_lines(run.metrics), now=now)
+    return compute_ledger(events, read_json_lines(run.metrics), now=now)
 
 
 def sum_ledgers(ledgers: Iterable[GoodputLedger]) -> GoodputLedger:

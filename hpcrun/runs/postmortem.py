@@ -26,7 +26,7 @@ from hpcrun.runs.follow import format_run_state
 from hpcrun.runs.known_secrets import known_secrets
 from hpcrun.runs.run_state import read_run_states
 from hpcrun.runs.snapshot import RunSnapshot
-from hpcrun.slurm.client import run_client
+from hpcrun.slurm.client import run_slurm_client
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -254,7 +254,7 @@ def _slurm_report(run: RunDir, owner: RunDir) -> str:
 
 def _command_output(words: list[str]) -> str:
     try:
-        done = run_client(words, timeout_s=_COMMAND_TIMEOUT_S)
+        done = run_slurm_client(words, timeout_s=_COMMAND_TIMEOUT_S)
     except SiteError as error:
         return f"{error}\n"
     return f"{done.stdout}{done.stderr}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from hpcrun.runs.snapshot import RunSnapshot
-from hpcrun.slurm.client import run_client
+from hpcrun.slurm.client import run_slurm_client
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
 
@@ -31,5 +31,5 @@ def signal_successor(run: RunDir, number: signal.Signals, cluster: str = "") -> 
     argv += ["--mpi=none", *(["-M", cluster] if cluster else [])]
     name = number.name.removeprefix("SIG")
     words = ["sh", "-c", _KILL_SCRIPT, "sh", name, str(who.pid), str(who.start_ticks)]
-    run_client([*argv, *words], timeout_s=_SRUN_S).require_success()
+    run_slurm_client([*argv, *words], timeout_s=_SRUN_S).require_success()
     return f"pid {who.pid} on {host}"

@@ -18,7 +18,7 @@ from hpcrun.specs.sweep import read_sweep
 
 if TYPE_CHECKING:
     from hpcrun.slurm.jobs import JobRecord
-    from hpcrun.slurm.queue import Answer, Question
+    from hpcrun.slurm.queue import JobQuery, JobQueryResult
 
 RUN_STATES = (
     "running",
@@ -145,11 +145,11 @@ def with_slurm_state(state: RunState) -> RunState:
     found = parse_job_id(state.job or "") if state.is_over and not state.slurm_state else None
     if found is None or state.exit_code is None or state.elements is not None:
         return state
-    from hpcrun.slurm.queue import Question, ask_jobs
+    from hpcrun.slurm.queue import JobQuery, query_jobs
 
     owner = state.run.sweep_of_element or state.run
-    question = Question(found.job, found.element, state.cluster, run=owner.id)
-    record = ask_jobs([question], _SLURM_TIMEOUT_S)[question].record
+    question = JobQuery(found.job, found.element, state.cluster, run=owner.id)
+    record = query_jobs([question], _SLURM_TIMEOUT_S)[question].record
     name = record.state.name if record and record.state.final else ""
     return replace(state, slurm_state=_contradicting_slurm_state(state.state, name))
 
@@ -209,7 +209,7 @@ class _ProvenanceCache:
 def _read_states(runs: Sequence[RunDir], *, ask: bool) -> list[RunState]:
     origins = _ProvenanceCache()
     states: dict[RunDir, RunState] = {}
-    unclear: dict[RunDir, tuple[RunSnapshot, Question]] = {}
+    unclear: dict[RunDir, tuple[RunSnapshot, JobQuery]] = {}
     for run in runs:
         try:
             if run.sweep.is_file():  # it comes here only when its record is damaged
@@ -223,9 +223,9 @@ def _read_states(runs: Sequence[RunDir], *, ask: bool) -> list[RunState]:
         except (UsageError, OSError) as error:
             states[run] = RunState(run, "unknown", _format_error(error), changed=_last_change(run))
     if unclear:
-        from hpcrun.slurm.queue import ask_jobs
+        from hpcrun.slurm.queue import query_jobs
 
-        answers = ask_jobs(question for _, question in unclear.values())
+        answers = query_jobs(question for _, question in unclear.values())
         for run, (view, question) in unclear.items():
             states[run] = _state_from_slurm(view, question, answers[question])
     return [states[run] for run in runs]
@@ -236,7 +236,7 @@ def _format_error(error: UsageError | OSError) -> str:
     return told.partition("\n")[0]
 
 
-def _state_from_records(view: RunSnapshot) -> tuple[str, str, Question | None]:
+def _state_from_records(view: RunSnapshot) -> tuple[str, str, JobQuery | None]:
     """State and message as far as the directory and this host know, and what has to be asked of Slurm."""
     if view.ended:
         return view.ended["status"], view.ended.get("message") or "", None
@@ -247,12 +247,12 @@ def _state_from_records(view: RunSnapshot) -> tuple[str, str, Question | None]:
         waits = view.run.sweep_of_element is not None and not view.has_begun
         return ("queued", "waits for its turn", None) if waits else ("running", "", None)
     if view.job:
-        from hpcrun.slurm.queue import Question
+        from hpcrun.slurm.queue import JobQuery
 
         # Training inside of somebody's allocation is no job of ours.
         is_ours = view.submission is not None and view.submission.job == view.job[0]
         owner = view.run.sweep_of_element or view.run
-        question = Question(*view.job, run=owner.id if is_ours else "")
+        question = JobQuery(*view.job, run=owner.id if is_ours else "")
         return "unknown", f"job {question} is in Slurm's hands, which was not asked", question
     if found := view.process:
         host, who = found
@@ -271,7 +271,7 @@ def _resume_hint(view: RunSnapshot) -> str:
     return f"hpcrun {verb} --resume {(view.run.sweep_of_element or view.run).id}"
 
 
-def _state_from_slurm(view: RunSnapshot, question: Question, answer: Answer) -> RunState:
+def _state_from_slurm(view: RunSnapshot, question: JobQuery, answer: JobQueryResult) -> RunState:
     record = answer.record
     if record is None and answer.trouble:
         return _make_run_state(view, "unknown", answer.trouble, question)
@@ -317,7 +317,7 @@ def _make_run_state(
     view: RunSnapshot,
     state: str,
     message: str,
-    question: Question | None = None,
+    question: JobQuery | None = None,
     record: JobRecord | None = None,
 ) -> RunState:
     ended, told, job = view.ended, view.process, view.job

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from hpcrun import process
 from hpcrun.errors import UsageError
 from hpcrun.files import read_tail
-from hpcrun.specs.provenance import Provenance, Submission
+from hpcrun.specs.provenance import Provenance, SubmissionRecord
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -232,7 +232,7 @@ def _validate_record(path: Path, record: Any, kinds: _FieldTypes, *needed: str) 
     return record
 
 
-def _newest_submission(run: RunDir, origin: Provenance | None) -> Submission | None:
+def _newest_submission(run: RunDir, origin: Provenance | None) -> SubmissionRecord | None:
     """The newest job of a run; of an element, the newest that holds it."""
     submissions = origin.submissions if origin else []
     for one in submissions:
@@ -243,9 +243,9 @@ def _newest_submission(run: RunDir, origin: Provenance | None) -> Submission | N
     return next((one for one in reversed(submissions) if _includes_element(one, number)), None)
 
 
-def _includes_element(one: Submission, element: int) -> bool:
+def _includes_element(one: SubmissionRecord, element: int) -> bool:
     if one.array is None:
         return True
-    from hpcrun.slurm.ids import parse_elements
+    from hpcrun.slurm.ids import parse_array_elements
 
-    return any(element - one.offset in indices for indices in parse_elements(one.array)[0])
+    return any(element - one.offset in indices for indices in parse_array_elements(one.array)[0])

@@ -33,7 +33,7 @@ from hpcrun.runtime.snapshot import CopyResult
 from hpcrun.runtime.worker_client import WorkerEndpoint, WorkerGoneError
 from hpcrun.runtime.worker_session import QUICK_ANSWER_S, WorkerSession
 from hpcrun.specs.checkpoint import CheckpointSpec
-from hpcrun.specs.saves import Saved, read_save
+from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint
 
 _NEW, _GONE, _BUSY, _UNREPORTED, _REFUSED, _SLOT_EXPECTED, _SINGLE, _LATE = (1 << bit for bit in range(8))
 _FLAGS = 8
@@ -401,7 +401,7 @@ class AsyncCheckpointer:
         stamp = save.stamp
         final = locate_draft(self._direct.root, stamp.step, stamp.attempt, bytes(16)).final
         try:
-            saved = self._direct.patiently(final, lambda: read_save(final), limit_s)
+            saved = self._direct.patiently(final, lambda: read_saved_checkpoint(final), limit_s)
         except SiteError:  # storage that does not answer proves no commit
             return False
-        return isinstance(saved, Saved) and saved.generation == stamp.generation
+        return isinstance(saved, SavedCheckpoint) and saved.generation == stamp.generation

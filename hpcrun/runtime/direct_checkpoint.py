@@ -54,16 +54,16 @@ from hpcrun.runtime.save_opening import EntrySelector, RestoreCandidate, Restore
 from hpcrun.runtime.stderr_notes import write_stderr_line
 from hpcrun.runtime.storage_wait import wait_for_storage
 from hpcrun.specs.checkpoint import DurableSpec
-from hpcrun.specs.descent import descent_from
+from hpcrun.specs.descent import descent_after
 from hpcrun.specs.saves import (
-    Saved,
-    Unreadable,
-    read_save,
-    read_saves,
-    refuse_strangers,
-    saved_steps,
-    sort_saves,
-    step_of,
+    SavedCheckpoint,
+    UnreadableCheckpoint,
+    read_saved_checkpoint,
+    read_saved_checkpoints,
+    refuse_foreign_checkpoints,
+    resumable_checkpoints,
+    sort_checkpoints,
+    step_of_directory,
 )
 
 _T = TypeVar("_T")
@@ -82,7 +82,7 @@ class RestoreResult:
     passed_over: list[str]
     lost_steps: int
     """Steps between this state and the newest one passed over."""
-    saved: Saved | None = None
+    saved: SavedCheckpoint | None = None
     """Where it came from, if that is a save in the run directory."""
     generation: str = ""
 
@@ -116,10 +116,10 @@ class DirectCheckpointer:
         self.avoided: frozenset[str] = frozenset()
         """Saves that are whole and yet not to be gone on from."""
 
-    def newest(self) -> Saved | None:
+    def newest(self) -> SavedCheckpoint | None:
         """The newest committed step, the same answer on every rank."""
         found = self._control.everywhere(
-            lambda: [_saved_to_fields(saved) for saved in saved_steps(self.root)[-1:]]
+            lambda: [_saved_to_fields(saved) for saved in resumable_checkpoints(self.root)[-1:]]
         )
         return _saved_from_fields(found[0]) if found else None
 
@@ -258,15 +258,15 @@ class DirectCheckpointer:
             if found.is_damage and mendable == saved.generation:
                 self._control.everywhere(self._quarantine_damaged)
                 raise mark_raised_on_all(DamagedError(found.text))
-        self.descent = descent_from(saved, self.attempt)
-        newest = max((step_of(path) for path in self._damaged), default=saved.step)
+        self.descent = descent_after(saved, self.attempt)
+        newest = max((step_of_directory(path) for path in self._damaged), default=saved.step)
         passed_over = self._control.everywhere(self._quarantine_damaged)
         if opening.random_state is not None:
             set_rng_state(opening.random_state)
         lost = newest - saved.step
         return RestoreResult(saved.step, saved.position, passed_over, lost, saved, saved.generation)
 
-    def _attempt(self, saved: Saved, action: Callable[[], None]) -> _RestoreProblem | None:
+    def _attempt(self, saved: SavedCheckpoint, action: Callable[[], None]) -> _RestoreProblem | None:
         """Do something with a save on every rank; what is wrong with it, the same on all."""
         problem: list[Any] | None = None
         try:
@@ -297,7 +297,7 @@ class DirectCheckpointer:
         more = "; rank 0 finds nothing wrong with it there" if damages else ""
         return _RestoreProblem(f"{where}{text}{more}", is_proved=False, is_damage=kind != "unreadable")
 
-    def _is_damaged(self, saved: Saved, chunk: list[Any] | None) -> bool:
+    def _is_damaged(self, saved: SavedCheckpoint, chunk: list[Any] | None) -> bool:
         """On rank 0: whether it sees the damage as well that another rank has told of."""
         try:
             with GenerationReader(saved) as generation:
@@ -347,7 +347,7 @@ class DirectCheckpointer:
             if (step, generation) != (told[0][0], told[0][1]):
                 words = f"rank {rank} has loaded step {step} ({generation}), rank 0 {told[0][0]}"
                 raise mark_raised_on_all(SiteError(words))
-        self.descent = descent_from(stamp, self.attempt)
+        self.descent = descent_after(stamp, self.attempt)
         if random_state is not None:
             set_rng_state(random_state)
         passed_by = list(passed_over)
@@ -359,19 +359,21 @@ class DirectCheckpointer:
         Of the line that the run is on; UsageError where there are other runs' saves alone.
         """
         saves, unreadable = self._read_saves()
-        sorted_saves = sort_saves(self.root, saves)
+        sorted_saves = sort_checkpoints(self.root, saves)
         lost = {one.path: problem for one in unreadable if (problem := self._problem_of(one))}
         for one in reversed(sorted_saves.line):
             if one.path in self._damaged or save_failure_key(one) in self.avoided:
                 continue
             problem = self._confirmed_problem(one)
             if problem is None:
-                self._damaged |= {path: bad for path, bad in lost.items() if step_of(path) >= one.step}
+                self._damaged |= {
+                    path: bad for path, bad in lost.items() if step_of_directory(path) >= one.step
+                }
                 return _saved_to_fields(one)
             self._damaged[one.path] = problem
         self._damaged |= lost
         if not self._damaged:
-            refuse_strangers(self.root, sorted_saves)
+            refuse_foreign_checkpoints(self.root, sorted_saves)
             return None
         newest = next(iter(self._damaged.values()))
         raise SiteError(
@@ -379,28 +381,28 @@ class DirectCheckpointer:
             " all to start from the beginning"
         )
 
-    def _read_saves(self) -> tuple[list[Saved], list[Unreadable]]:
+    def _read_saves(self) -> tuple[list[SavedCheckpoint], list[UnreadableCheckpoint]]:
         """What is committed, on a second and third look where a record is not there yet."""
         for _ in range(_READ_TRIES - 1):
-            saves, unreadable = read_saves(self.root)
+            saves, unreadable = read_saved_checkpoints(self.root)
             if all(one.is_seen for one in unreadable):
                 return saves, unreadable
             time.sleep(_PAUSE_S)
-        return read_saves(self.root)
+        return read_saved_checkpoints(self.root)
 
-    def _confirmed_problem(self, found: Saved | Unreadable) -> _RestoreProblem | None:
+    def _confirmed_problem(self, found: SavedCheckpoint | UnreadableCheckpoint) -> _RestoreProblem | None:
         """What the cheap checks say, also on a second and third look where something is not there."""
         for _ in range(_READ_TRIES):
             problem = self._problem_of(found)
             if problem is None or problem.is_proved or not found.path.exists():
                 return problem
             time.sleep(_PAUSE_S)
-            found = read_save(found.path) or found
+            found = read_saved_checkpoint(found.path) or found
         return problem
 
-    def _problem_of(self, saved: Saved | Unreadable) -> _RestoreProblem | None:
+    def _problem_of(self, saved: SavedCheckpoint | UnreadableCheckpoint) -> _RestoreProblem | None:
         """What the cheap checks say: record, manifest, sizes, and the beginnings of all parts."""
-        if isinstance(saved, Unreadable):
+        if isinstance(saved, UnreadableCheckpoint):
             return _RestoreProblem(f"{saved.path}: is damaged: {saved.problem}", is_proved=saved.is_seen)
         if saved.format_version == 1:
             return None
@@ -435,7 +437,7 @@ class DirectCheckpointer:
             passed_over.append(problem.text + stays)
         return passed_over
 
-    def _open(self, saved: Saved) -> GenerationReader:
+    def _open(self, saved: SavedCheckpoint) -> GenerationReader:
         """A save for reading, on this rank; it may be seen here a little later than rank 0 has seen it."""
         known = self._opened.pop(saved.path, None)
         for left in reversed(range(_OPEN_TRIES) if known is None else ()):
@@ -449,7 +451,7 @@ class DirectCheckpointer:
         return known
 
 
-def load_weights(saved: Saved) -> dict[str, Tensor]:
+def load_weights(saved: SavedCheckpoint) -> dict[str, Tensor]:
     """The whole weights of a saved step on one process, by canonical name; needs no process group."""
     prefix = "model."
     if saved.format_version == 1:
@@ -476,12 +478,14 @@ class _RestoreProblem:
     """It may be for want of something that is there elsewhere."""
 
 
-def _saved_to_fields(saved: Saved) -> list[Any]:
+def _saved_to_fields(saved: SavedCheckpoint) -> list[Any]:
     path, *fields = astuple(saved)
     return [str(path), *fields]
 
 
-def _saved_from_fields(fields: list[Any]) -> Saved:
+def _saved_from_fields(fields: list[Any]) -> SavedCheckpoint:
     path, *others, file_bytes = fields
-    told = dict(zip((one.name for one in dataclasses.fields(Saved)), (Path(path), *others), strict=False))
-    return Saved(**told, file_bytes=tuple(file_bytes))
+    told = dict(
+        zip((one.name for one in dataclasses.fields(SavedCheckpoint)), (Path(path), *others), strict=False)
+    )
+    return SavedCheckpoint(**told, file_bytes=tuple(file_bytes))

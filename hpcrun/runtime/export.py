@@ -25,11 +25,11 @@ from hpcrun.runtime.dtype_casts import CastSummary, DtypeCaster
 from hpcrun.runtime.hf_weights import write_hf
 from hpcrun.runtime.model import parameter_shapes
 from hpcrun.runtime.resharding import fill_from_chunks
-from hpcrun.specs.base_model import BaseModel, Carried, pass_on, read_base_model
-from hpcrun.specs.load import load_job_of, render_portable
-from hpcrun.specs.records import write_json, write_whole
+from hpcrun.specs.base_model import CarriedFiles, HfBaseModel, copy_base_model, read_base_model
+from hpcrun.specs.load import load_run_job, render_portable_job
+from hpcrun.specs.records import write_atomically, write_json
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import Saved
+from hpcrun.specs.saves import SavedCheckpoint
 
 EXPORT_DTYPES = {
     "float32": torch.float32,
@@ -50,13 +50,13 @@ class ExportSummary:
     """What there is to say of an export besides its files."""
 
     casts: tuple[CastSummary, ...]
-    carried: Carried
+    carried: CarriedFiles
     notes: tuple[str, ...]
 
 
 def export_hf(
     run: RunDir,
-    saved: Saved,
+    saved: SavedCheckpoint,
     directory: Path,
     *,
     dtype: str | None = None,
@@ -68,7 +68,7 @@ def export_hf(
     Each tensor keeps the type it was saved in, unless `dtype` asks for another one, or for `source`: the
     type that each had in the weights that the run began with.
     """
-    spec = load_job_of(run).spec.model
+    spec = load_run_job(run).spec.model
     if spec is None:
         raise UsageError(f"{run.id}: has no model of ours, only a command; there is nothing to export")
     base = read_base_model(run.path)
@@ -85,7 +85,7 @@ def export_hf(
     return ExportSummary(tuple(casts.all()), written.carried, written.notes)
 
 
-def _requested_dtypes(run: RunDir, dtype: str | None, base: BaseModel | None) -> dict[str, torch.dtype]:
+def _requested_dtypes(run: RunDir, dtype: str | None, base: HfBaseModel | None) -> dict[str, torch.dtype]:
     """By a tensor's name; under the empty name that of all others, where all are to have one."""
     if dtype is None:
         return {}
@@ -102,7 +102,7 @@ def _requested_dtypes(run: RunDir, dtype: str | None, base: BaseModel | None) ->
 
 
 def export_dcp(
-    run: RunDir, saved: Saved, directory: Path, *, progress: _Progress = lambda _size: None
+    run: RunDir, saved: SavedCheckpoint, directory: Path, *, progress: _Progress = lambda _size: None
 ) -> list[str]:
     """Write a saved step as torch's own distributed checkpoint, a file a tensor; no process group needed.
 
@@ -113,7 +113,7 @@ def export_dcp(
     with (
         GenerationReader(saved) as generation,
         atomic_directory(directory) as aside,
-        pass_on(run.path, aside),
+        copy_base_model(run.path, aside),
     ):
         state: dict[str, Any] = {
             name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
@@ -138,8 +138,8 @@ def export_dcp(
             return []
         if not run.spec.exists():  # a script's saves
             return []
-        text, left_out = render_portable(run.spec)
-        write_whole(aside / "spec.yaml", text)
+        text, left_out = render_portable_job(run.spec)
+        write_atomically(aside / "spec.yaml", text)
     return left_out
 
 
@@ -160,7 +160,7 @@ class _LazySavePlanner(DefaultSavePlanner):
 
 
 def _read_tensors(
-    saved: Saved, shapes: dict[str, tuple[int, ...]], progress: _Progress
+    saved: SavedCheckpoint, shapes: dict[str, tuple[int, ...]], progress: _Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a save in turn, whole and proved; UsageError where it has another model than expected."""
     if saved.format_version == 1:
@@ -179,7 +179,7 @@ def _read_tensors(
 
 
 def _check_shapes(
-    saved: Saved, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
+    saved: SavedCheckpoint, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
 ) -> None:
     wrong = next((name for name in wanted if stored.get(name) != wanted[name]), None)
     if wrong is not None:

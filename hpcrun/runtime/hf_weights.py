@@ -19,21 +19,21 @@ from hpcrun.checkpoint.restore.exchange import atomic_directory
 from hpcrun.errors import UsageError
 from hpcrun.runtime.model import canonical_name, parameter_shapes
 from hpcrun.runtime.resharding import raw_bytes
-from hpcrun.specs.base_model import BaseModel, Carried, export_config
+from hpcrun.specs.base_model import CarriedFiles, HfBaseModel, make_export_config
 from hpcrun.specs.hf_directory import (
-    CONFIG,
-    INDEX,
-    SINGLE,
-    dtype_note,
-    read_config,
-    read_layout,
-    stated_dtype,
+    HF_CONFIG_FILE,
+    SAFETENSORS_FILE,
+    SAFETENSORS_INDEX_FILE,
+    configured_dtype,
+    dtype_mismatch_note,
+    read_hf_config,
+    read_hf_layout,
 )
 from hpcrun.specs.hf_quantised import why_quantised
-from hpcrun.specs.model import ModelSpec, disagreements
+from hpcrun.specs.model import ModelSpec, find_config_differences
 from hpcrun.specs.records import sync_directory
-from hpcrun.specs.sha256sums import write_sums
-from hpcrun.specs.tensor_files import FLOATS, StoredTensor
+from hpcrun.specs.sha256sums import write_sha256sums
+from hpcrun.specs.tensor_files import FLOAT_DTYPES, StoredTensor
 
 _STORED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _ROWS = 4096
@@ -46,7 +46,7 @@ _ENTRY_BYTES = 192
 class HFExportSummary:
     """What else there is to say of an export."""
 
-    carried: Carried
+    carried: CarriedFiles
     notes: tuple[str, ...]
 
 
@@ -58,7 +58,7 @@ class HFWeights:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self.layout = read_layout(self.directory)
+        self.layout = read_hf_layout(self.directory)
         self._files: dict[Path, Any] = {}
 
     def names(self) -> list[str]:
@@ -99,14 +99,18 @@ class HFWeights:
             ),
             _summarise_items(
                 "has, in a type that cannot be trained,",
-                [f"{name} ({tensor.dtype})" for name, tensor in there.items() if tensor.dtype not in FLOATS],
+                [
+                    f"{name} ({tensor.dtype})"
+                    for name, tensor in there.items()
+                    if tensor.dtype not in FLOAT_DTYPES
+                ],
             ),
         ]
         if any(complaints):
             remedy = "use sizes that fit, or model.hf, which takes them from its config.json"
             rows = there["embed_tokens.weight"].shape[0] if "embed_tokens.weight" in there else 0
             if rows > spec.vocab and not complaints[0] and not complaints[1]:
-                remedy = f"the vocabulary is padded: use vocab: {rows} (vocab_size in {CONFIG})"
+                remedy = f"the vocabulary is padded: use vocab: {rows} (vocab_size in {HF_CONFIG_FILE})"
             listed = "; ".join(filter(None, complaints))
             raise UsageError(f"{self.directory}: does not fit the model: it {listed}; {remedy}")
 
@@ -114,14 +118,17 @@ class HFWeights:
         """What is worth a word and no reason to refuse: where config.json, tokenizer and tensors differ."""
         notes = list(self.layout.notes)
         try:
-            config = read_config(self.directory)
+            config = read_hf_config(self.directory)
         except FileNotFoundError:
-            return [*notes, f"there is no {CONFIG} beside the weights to hold the model against"]
+            return [*notes, f"there is no {HF_CONFIG_FILE} beside the weights to hold the model against"]
         except ValueError as error:
             return [*notes, str(error)]
-        if note := dtype_note(config, self.layout):
+        if note := dtype_mismatch_note(config, self.layout):
             notes.append(note)
-        notes += [f"{CONFIG} says {text}; the job's counts" for text in disagreements(spec, config)]
+        notes += [
+            f"{HF_CONFIG_FILE} says {text}; the job's counts"
+            for text in find_config_differences(spec, config)
+        ]
         return notes
 
     def check_tied_head(self, spec: ModelSpec) -> None:
@@ -159,7 +166,7 @@ def write_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     *,
-    base: BaseModel | None = None,
+    base: HfBaseModel | None = None,
 ) -> HFExportSummary:
     """Write config.json and the tensors, given whole and under our names, as save_pretrained would.
 
@@ -169,21 +176,21 @@ def write_hf(
     another model.
     """
     with atomic_directory(directory) as aside:
-        carried = base.carry(aside) if base is not None else Carried()
+        carried = base.carry(aside) if base is not None else CarriedFiles()
         sizes = Counter[torch.dtype]()
         stored = _tensors_to_store(spec, tensors, dtype, sizes)
         _write_tensors(aside, stored, max_shard_bytes, len(parameter_shapes(spec)))
-        config, notes = export_config(spec, base, _one_dtype(sizes, base))
-        _write_json(aside / CONFIG, config)
-        write_sums(aside)
+        config, notes = make_export_config(spec, base, _one_dtype(sizes, base))
+        _write_json(aside / HF_CONFIG_FILE, config)
+        write_sha256sums(aside)
         _finish(aside)
     return HFExportSummary(carried, tuple(notes))
 
 
-def _one_dtype(sizes: Counter[torch.dtype], base: BaseModel | None) -> str:
+def _one_dtype(sizes: Counter[torch.dtype], base: HfBaseModel | None) -> str:
     """What config.json says of the type: of mixed ones what the base model says, or what holds all."""
     kinds = {str(dtype).removeprefix("torch.") for dtype in sizes}
-    stated = stated_dtype(base.config) if base is not None and base.config is not None else None
+    stated = configured_dtype(base.config) if base is not None and base.config is not None else None
     if stated in kinds:
         return stated
     return str(functools.reduce(torch.promote_types, sizes)).removeprefix("torch.")
@@ -271,7 +278,7 @@ def _write_tensors(
         if shards:
             shards[-1].close()
     if len(shards) == 1:
-        shards[0].path.rename(directory / SINGLE)
+        shards[0].path.rename(directory / SAFETENSORS_FILE)
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards):
@@ -280,7 +287,7 @@ def _write_tensors(
         shard.path.rename(directory / final)
         places |= dict.fromkeys(shard.entries, final)
     total = sum(shard.size_bytes for shard in shards)
-    _write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    _write_json(directory / SAFETENSORS_INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -34,11 +34,22 @@ from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.runtime.resharding import raw_bytes
 from hpcrun.runtime.sharded_model import state_shapes
 from hpcrun.runtime.torch_dcp import METADATA_FILE, TorchCheckpoint
-from hpcrun.specs.base_model import Carried, keep_base_model, pass_on
-from hpcrun.specs.hf_directory import INDEX, SINGLE, pickles_in, what_to_do
+from hpcrun.specs.base_model import CarriedFiles, copy_base_model, keep_base_model
+from hpcrun.specs.hf_directory import (
+    SAFETENSORS_FILE,
+    SAFETENSORS_INDEX_FILE,
+    conversion_advice,
+    find_pickled_weights,
+)
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, Unreadable, read_save
-from hpcrun.specs.sha256sums import check_sums
+from hpcrun.specs.saves import (
+    COMMIT_RECORD,
+    SAVE_FORMAT_VERSION,
+    SavedCheckpoint,
+    UnreadableCheckpoint,
+    read_saved_checkpoint,
+)
+from hpcrun.specs.sha256sums import check_sha256sums
 
 _Progress = Callable[[int], None]
 _MAX_RANKS = 1 << 20
@@ -51,20 +62,21 @@ def detect_source_format(source: Path) -> str:
         raise UsageError(
             f"{source}: is no directory; give one that `ckpt export`, torch or transformers made"
         )
-    saved = read_save(source)
-    if (isinstance(saved, Saved) and saved.format_version == FORMAT_VERSION) or (
-        isinstance(saved, Unreadable) and (source / RECORD).exists()
+    saved = read_saved_checkpoint(source)
+    if (isinstance(saved, SavedCheckpoint) and saved.format_version == SAVE_FORMAT_VERSION) or (
+        isinstance(saved, UnreadableCheckpoint) and (source / COMMIT_RECORD).exists()
     ):
         return "hpcrun"
     if (source / METADATA_FILE).is_file():
         return "dcp"
-    if (source / SINGLE).is_file() or (source / INDEX).is_file():
+    if (source / SAFETENSORS_FILE).is_file() or (source / SAFETENSORS_INDEX_FILE).is_file():
         return "hf"
-    if pickles_in(source):
-        raise UsageError(f"{source}: has no safetensors; {what_to_do(source)}")
+    if find_pickled_weights(source):
+        raise UsageError(f"{source}: has no safetensors; {conversion_advice(source)}")
     raise UsageError(
-        f"{source}: is nothing that can be imported; known by {RECORD} (hpcrun), {METADATA_FILE} (torch's"
-        f" distributed checkpoint), {SINGLE} or {INDEX} (Hugging Face)"
+        f"{source}: is nothing that can be imported; known by {COMMIT_RECORD} (hpcrun), {METADATA_FILE}"
+        " (torch's"
+        f" distributed checkpoint), {SAFETENSORS_FILE} or {SAFETENSORS_INDEX_FILE} (Hugging Face)"
     )
 
 
@@ -76,8 +88,8 @@ def import_hpcrun(
     progress: _Progress = lambda _size: None,
 ) -> ImportSummary:
     """A copy of a committed generation, every byte of which is proved; without a job, of any state."""
-    saved = read_save(source)
-    if isinstance(saved, Unreadable):
+    saved = read_saved_checkpoint(source)
+    if isinstance(saved, UnreadableCheckpoint):
         raise UsageError(f"{source}: is damaged: {saved.problem}; import another copy")
     assert saved is not None
     if step not in (None, saved.step):
@@ -88,7 +100,7 @@ def import_hpcrun(
         shapes = {name: tensor.shape for name, tensor in stored.items()}
         _check_state(source, job, shapes, lambda name: stored[name].dtype)
     check_would_be_newest(checkpoints, saved.step)
-    with pass_on(source, checkpoints.parent):
+    with copy_base_model(source, checkpoints.parent):
         return ImportSummary(copy_generation_in(saved, checkpoints, progress))
 
 
@@ -100,7 +112,7 @@ def import_dcp(
     progress: _Progress = lambda _size: None,
 ) -> ImportSummary:
     """A state that torch's distributed checkpoint holds under the names of ours (model., optimizer.)."""
-    check_sums(source)
+    check_sha256sums(source)
     found, note = TorchCheckpoint(source), _read_export_note(source)
     told = note.step if note else None
     if told is None and step is None:
@@ -122,7 +134,7 @@ def import_dcp(
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("rng.")}
     position = note.position if note else _position_of_step(job, number)
     state = _ImportedState(number, position, world, shapes, found.dtype, found.read)
-    with pass_on(source, checkpoints.parent):
+    with copy_base_model(source, checkpoints.parent):
         return ImportSummary(_write_state(state, checkpoints, progress))
 
 
@@ -150,7 +162,7 @@ def import_hf(
         raise UsageError(
             f"--dtype {dtype}: a run of this job keeps weights in {name_kept} (train.precision); use that"
         )
-    hashed = check_sums(source)
+    hashed = check_sha256sums(source)
     weights, casts = HFWeights(source), DtypeCaster("--dtype", may_round=dtype is not None)
     weights.check(model)
     weights.check_tied_head(model)
@@ -171,9 +183,9 @@ def import_hf(
 class ImportSummary:
     """A state that has become a save, and what there is to say of it."""
 
-    saved: Saved
+    saved: SavedCheckpoint
     casts: tuple[CastSummary, ...] = ()
-    carried: Carried | None = None
+    carried: CarriedFiles | None = None
     notes: tuple[str, ...] = ()
     is_hashed: bool = True
     """Its files held against hashes that came with them."""
@@ -201,8 +213,8 @@ class _ExportNote:
 
 
 def _read_export_note(source: Path) -> _ExportNote | None:
-    saved = read_save(source)
-    if isinstance(saved, Saved):
+    saved = read_saved_checkpoint(source)
+    if isinstance(saved, SavedCheckpoint):
         return _ExportNote(saved.step, saved.position, saved.world_size)
     try:
         told = json.loads((source / EXPORT_NOTE_FILE).read_text(encoding="utf-8"))
@@ -261,7 +273,7 @@ def _check_state(
         raise UsageError(f"{source}: {complaint} {first}{more}{what}; import a state of this job's model")
 
 
-def _write_state(state: _ImportedState, checkpoints: Path, progress: _Progress) -> Saved:
+def _write_state(state: _ImportedState, checkpoints: Path, progress: _Progress) -> SavedCheckpoint:
     """Write and commit a state, in as many parts as its world has ranks."""
     check_would_be_newest(checkpoints, state.step)
     owner = SaveOwner.for_next_start(checkpoints)

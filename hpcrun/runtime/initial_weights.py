@@ -12,7 +12,7 @@ from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.specs.base_model import keep_base_model
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.sha256sums import check_sums
+from hpcrun.specs.sha256sums import check_sha256sums
 
 
 def adopt_initial_weights(spec: ModelSpec, run: RunDir, control: Control, kept: str) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def adopt_initial_weights(spec: ModelSpec, run: RunDir, control: Control, kept: 
     assert spec.weights is not None
     directory, problem, is_hashed = Path(spec.weights), None, False
     try:
-        is_hashed = check_sums(directory, share=control.rank, shares=control.size)
+        is_hashed = check_sha256sums(directory, share=control.rank, shares=control.size)
     except (UsageError, OSError) as error:
         problem = str(error)
     problems = [found for found in control.allgather(problem) if found is not None]

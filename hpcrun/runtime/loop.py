@@ -30,7 +30,7 @@ from hpcrun.runtime.speed_probe import SpeedProbe
 from hpcrun.runtime.worker_endpoint import find_worker
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
-from hpcrun.specs.records import LineWriter
+from hpcrun.specs.records import JsonLineWriter
 from hpcrun.specs.rundir import Attempt
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Trainer:
         self._auto = AutoInterval(len(control.nodes), time.monotonic()) if is_auto else None
         self._deferred_records: list[dict[str, Any]] | None = None
         self._attempt, self._files = attempt.number, attempt
-        self._metrics = LineWriter(attempt.run.metrics) if control.rank == 0 else None
+        self._metrics = JsonLineWriter(attempt.run.metrics) if control.rank == 0 else None
         self._speed = SpeedProbe(device)
         self._profiler = StepProfiler(job.train.profile, attempt.path / "profile", control.rank)
         self._clock: dict[str, float] = {}

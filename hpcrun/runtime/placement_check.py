@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hpcrun.errors import SiteError
-from hpcrun.fabric.node_topology import fold_cpus, parse_cpus
+from hpcrun.fabric.node_topology import format_cpu_list, parse_cpu_list
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.device import Device, bare_uuid
 from hpcrun.specs.placement import Placement, read_placement
@@ -35,7 +35,7 @@ def check_rank_placement(
     mine = read_json(attempt.rank_record(control.rank)) or {}
     seen: dict[str, Any] = {"node": _short_host_name(os.uname().nodename), "local_rank": control.local_rank}
     seen |= {"mesh": coordinate, "shared": control.shared_rank()}
-    seen |= {"cpus": mine.get("binding", {}), "now": fold_cpus(os.sched_getaffinity(0))}
+    seen |= {"cpus": mine.get("binding", {}), "now": format_cpu_list(os.sched_getaffinity(0))}
     seen |= {"uuid": device.uuid if device else None, "uuids": list(device.visible) if device else []}
     everyone = control.allgather(seen)
     lines: list[str] = []
@@ -80,12 +80,12 @@ def _line(rank: int, what: str, wanted: object, seen: object) -> str:
 
 def _cpus(rank: int, wanted: str, view: dict[str, Any]) -> Iterator[str]:
     """Where it came up without some of the wanted ones, or uses others now; a library may use fewer."""
-    placed, before = set(parse_cpus(wanted)), view["cpus"].get("before")
+    placed, before = set(parse_cpu_list(wanted)), view["cpus"].get("before")
     if not placed or before is None:
         return
-    if not placed <= set(parse_cpus(before)):
+    if not placed <= set(parse_cpu_list(before)):
         yield _line(rank, "cpus", wanted, before)
-    elif not set(parse_cpus(view["now"])) <= placed:
+    elif not set(parse_cpu_list(view["now"])) <= placed:
         yield _line(rank, "cpus", wanted, view["now"])
 
 

@@ -32,10 +32,10 @@ from hpcrun.runtime.placement_check import assigned_gpu, check_rank_placement
 from hpcrun.runtime.quiet_exit import await_idle_threads_at_exit
 from hpcrun.runtime.store_rendezvous import GLOO_INTERFACE, check_node_connectivity, rank_address
 from hpcrun.specs import rank_error
-from hpcrun.specs.load import ResolvedJob, flatten, load_job_of, render_job
-from hpcrun.specs.records import write_json, write_whole
-from hpcrun.specs.reduced_plan import read_plan
-from hpcrun.specs.rundir import Attempt, RunDir, Use, find_run, new_run
+from hpcrun.specs.load import ResolvedJob, flatten_keys, load_run_job, render_job
+from hpcrun.specs.records import write_atomically, write_json
+from hpcrun.specs.reduced_plan import read_attempt_plan
+from hpcrun.specs.rundir import Attempt, RunDir, RunUse, find_run, new_run
 from hpcrun.submission.prepare import PreparedJob, prepare_job
 
 
@@ -50,8 +50,8 @@ def main(run_dir: str, number: int, requests: rank_shim.RankRequests) -> int:
 
 def _job_of_attempt(attempt: Attempt) -> ResolvedJob:
     """The job with the plan of this attempt, which may have fewer replicas than the job's own."""
-    resolved = load_job_of(attempt.run)
-    plan = read_plan(attempt.plan, resolved.spec, resolved.training_plan)
+    resolved = load_run_job(attempt.run)
+    plan = read_attempt_plan(attempt.plan, resolved.spec, resolved.training_plan)
     return ResolvedJob(resolved.spec, plan)
 
 
@@ -68,7 +68,7 @@ def join_world(
     try:
         until: Literal["plan", "launch"] = "launch" if control.rank == 0 else "plan"
         # Who gives a copy its own identity is one rank.
-        use: Use = "act" if control.rank == 0 else "plan"
+        use: RunUse = "act" if control.rank == 0 else "plan"
         earlier = find_run(resume, use=use) if resume is not None else None
         prepared = prepare_job(job, overrides, resume=earlier, world_size=control.size, until=until)
         if prepared.plan is None:
@@ -107,8 +107,8 @@ def _open_run(prepared: PreparedJob) -> list[Any]:
     earlier = prepared.resume
     with new_run(prepared.spec.name) if earlier is None else contextlib.nullcontext(earlier) as run:
         attempt = run.next_attempt()
-        write_whole(run.spec, render_job(prepared.spec))
-        write_whole(attempt.plan, prepared.training_plan.model_dump_json(indent=2) + "\n")
+        write_atomically(run.spec, render_job(prepared.spec))
+        write_atomically(attempt.plan, prepared.training_plan.model_dump_json(indent=2) + "\n")
     return [str(run.path), attempt.number]
 
 
@@ -172,7 +172,7 @@ def check_same_job(control: Control, resolved: ResolvedJob, data: str) -> None:
     if len(set(digests)) == 1:
         return
     usual, _ = Counter(digests).most_common(1)[0]
-    views = [flatten(other) for other in control.allgather(view)]
+    views = [flatten_keys(other) for other in control.allgather(view)]
     reference = views[digests.index(usual)]
     lines = []
     for rank, other in enumerate(views):

@@ -68,7 +68,7 @@ def _record_unrestored(attempt: Attempt, control: Control, plan: RestorePlan, wh
     """Write down, for the supervisor, that the planned generation is not whole; the error to raise."""
     assert plan.stamp is not None
     generation = plan.stamp.generation
-    control.everywhere(lambda: write_json(attempt.unrestored, {"generation": generation, "why": why}))
+    control.everywhere(lambda: write_json(attempt.restore_failure, {"generation": generation, "why": why}))
     return mark_raised_on_all(
         RanksDiedError(f"step {plan.stamp.step} cannot be gone on from ({generation}): {why}")
     )

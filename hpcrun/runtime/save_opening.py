@@ -14,7 +14,7 @@ from hpcrun.errors import UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.resharding import dtype_name, fill_from_chunks
-from hpcrun.specs.saves import Saved
+from hpcrun.specs.saves import SavedCheckpoint
 
 EntrySelector = Callable[[str, int, ChunkSource], dict[str, Tensor]]
 """Looks at a state before it is loaded (its name for people, how many ranks wrote it, its chunks) and says
@@ -58,12 +58,14 @@ class RestoreTarget:
 class RestoreCandidate:
     """A save, as one rank tries it."""
 
-    def __init__(self, saved: Saved, wanted: RestoreTarget) -> None:
+    def __init__(self, saved: SavedCheckpoint, wanted: RestoreTarget) -> None:
         self._saved, self._wanted = saved, wanted
         self._source: GenerationReader | None = None
         self._entries: dict[str, Tensor] = {}
 
-    def look(self, open_save: Callable[[Saved], GenerationReader], opened: contextlib.ExitStack) -> None:
+    def look(
+        self, open_save: Callable[[SavedCheckpoint], GenerationReader], opened: contextlib.ExitStack
+    ) -> None:
         """Find what is to be filled, and touch nothing.
 
         With `fit` the state is somebody's who may go on with it after an error: then every byte is proved

@@ -18,7 +18,7 @@ from hpcrun.runtime.control import Control, LoneControl
 from hpcrun.runtime.mpi_control import MPIControl
 from hpcrun.runtime.store_control import StoreControl
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
-from hpcrun.specs.load import load_job_of
+from hpcrun.specs.load import load_run_job
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, DRAIN_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.specs.rundir import RunDir
 
@@ -29,7 +29,7 @@ def read_run_checkpoint_options(run: RunDir, environ: Mapping[str, str]) -> dict
     """What the job of this very run says of saves, but for its memory where it has none; else nothing."""
     if str(run.path) != environ.get(RUN_DIR_VARIABLE) or not run.spec.exists():
         return {}
-    section = load_job_of(run).spec.checkpoint
+    section = load_run_job(run).spec.checkpoint
     # When to save is the script's own affair.
     return section.model_dump(mode="json", exclude={"every"} if section.memory else {"every", "memory"})
 

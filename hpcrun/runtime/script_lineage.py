@@ -27,13 +27,13 @@ from hpcrun.checkpoint.writer_lease import WriterLease, find_restart_identity
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
-from hpcrun.specs.branch import become_itself
-from hpcrun.specs.descent import descent_from
-from hpcrun.specs.identity import Identity, new_run_id, read_identity
+from hpcrun.specs.branch import make_copy_independent
+from hpcrun.specs.descent import descent_after
+from hpcrun.specs.identity import RunIdentity, new_run_id, read_run_identity
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import MOST_COUNT, read_saves, saved_steps, sort_saves
+from hpcrun.specs.saves import MAX_COUNT, read_saved_checkpoints, resumable_checkpoints, sort_checkpoints
 
 StartMode = Literal["resume", "new"]
 _saved_by_this_process: set[Path] = set()
@@ -58,7 +58,7 @@ class StartState:
 
 def read_start_state(run: RunDir, attempt: int | None) -> StartState:
     """On one rank: nothing is written. `attempt`: of this very run."""
-    identity = read_identity(run.path) if run.sweep_of_element is None else None
+    identity = read_run_identity(run.path) if run.sweep_of_element is None else None
     if identity is not None and not identity.is_at(run.path):  # a copy, which becomes itself when it saves
         run_ids = [new_run_id(), identity.run_id, *identity.copied_from]
     elif identity is not None or attempt is not None:
@@ -67,17 +67,17 @@ def read_start_state(run: RunDir, attempt: int | None) -> StartState:
         run_ids = [new_run_id()]
     if run.sweep_of_element is None:
         run.assume(run_ids[0], run_ids[1:])
-    saves, unreadable = read_saves(run.checkpoints)
+    saves, unreadable = read_saved_checkpoints(run.checkpoints)
     number = attempt or max((one.attempt for one in saves), default=0) + 1
     if not saves and not unreadable:
         return StartState(run_ids, number)
-    found = sort_saves(run.checkpoints, saves)
+    found = sort_checkpoints(run.checkpoints, saves)
     count = len(saves) + len(unreadable)
     if not found.line:
         return StartState(run_ids, number, f"{count} saves that are not this run's or damaged")
     tip = found.line[-1]
     used = f"saves up to step {tip.step}"
-    return StartState(run_ids, number, used, tip.step, descent_from(tip, number))
+    return StartState(run_ids, number, used, tip.step, descent_after(tip, number))
 
 
 class ScriptLineage:
@@ -211,7 +211,7 @@ class ScriptLineage:
 
     def _exists(self, step: int) -> bool:
         """On rank 0: whether the line that this start is on has a save of this step."""
-        line = saved_steps(self._run.checkpoints)
+        line = resumable_checkpoints(self._run.checkpoints)
         own = [one for one in line if one.attempt == self.found.attempt]
         return any(one.step == step for one in (own if self.starts_fresh else line))
 
@@ -240,7 +240,7 @@ class ScriptLineage:
     def _refuse_if_overtaken(self) -> None:
         """UsageError where another start has saved since this one began: both would be one in all records."""
         attempt = self.found.attempt
-        saves = sort_saves(self._run.checkpoints, read_saves(self._run.checkpoints)[0]).own
+        saves = sort_checkpoints(self._run.checkpoints, read_saved_checkpoints(self._run.checkpoints)[0]).own
         others = [one for one in saves if one.attempt >= attempt]
         if others and not self._is_inside:
             raise UsageError(
@@ -251,17 +251,17 @@ class ScriptLineage:
     def _identify(self) -> None:
         """Give the directory its identity: of two that come at once the other one is refused."""
         run, run_id = self._run, self.found.run_ids[0]
-        identity = read_identity(run.path)
+        identity = read_run_identity(run.path)
         if identity is None:
             record = read_json(run.job)
-            run.identify(Identity.new(run.path, run_id), **(record if isinstance(record, dict) else {}))
+            run.identify(RunIdentity.new(run.path, run_id), **(record if isinstance(record, dict) else {}))
         elif identity.run_id != run_id and identity.run_id not in self.found.run_ids[1:]:
             raise UsageError(
                 f"{run.path}: has become that of another start (run_id {identity.run_id}) since this one"
                 " began; start again"
             )
         else:
-            become_itself(run, run_id)
+            make_copy_independent(run, run_id)
 
 
 @dataclass
@@ -301,7 +301,7 @@ def parse_count(value: Any, what: str) -> int:
     if number is None:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
         raise UsageError(f"Checkpointer.save: {what}: {value!r} is of type {kind}; give an integer")
-    if not 0 <= number < MOST_COUNT:
-        wrong, allowed = "negative" if number < 0 else "too large", f"give one from 0 to {MOST_COUNT - 1}"
+    if not 0 <= number < MAX_COUNT:
+        wrong, allowed = "negative" if number < 0 else "too large", f"give one from 0 to {MAX_COUNT - 1}"
         raise UsageError(f"Checkpointer.save: {what}: {number} is {wrong}; {allowed}")
     return number

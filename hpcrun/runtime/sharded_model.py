@@ -24,7 +24,7 @@ from hpcrun.runtime.parallel import (
     materialise_stage,
 )
 from hpcrun.runtime.pipeline import MicrobatchEngine
-from hpcrun.specs.hf_directory import why_inexact
+from hpcrun.specs.hf_directory import why_precision_is_lost
 from hpcrun.specs.job import TrainSpec
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.plan import Plan
@@ -94,7 +94,7 @@ def _initial_values(spec: ModelSpec, train: TrainSpec) -> ParameterValues:
     if spec.weights is not None:
         stored = HFWeights(Path(spec.weights))
         stored.check(spec)
-        if inexact := why_inexact(stored.layout, train.kept_dtype):
+        if inexact := why_precision_is_lost(stored.layout, train.kept_dtype):
             raise UsageError(inexact)
         return lambda name, shape, slices: stored.read(name, slices)
     return lambda name, shape, slices: initial_value(spec, name, shape, train.seed, rows=slices[0])[

@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from hpcrun.errors import SiteError
 from hpcrun.runtime.torch_dcp import TorchReader, check_checkpoint_owner
-from hpcrun.specs.saves import Saved
+from hpcrun.specs.saves import SavedCheckpoint
 
 
-def stored_shapes(saved: Saved) -> dict[str, tuple[int, ...]]:
+def stored_shapes(saved: SavedCheckpoint) -> dict[str, tuple[int, ...]]:
     """The whole shape of every tensor of a save, by name; SiteError when that cannot be read."""
     return {name: tuple(entry.size) for name, entry in _open(saved).tensors.items()}
 
 
-def load(saved: Saved, entries: dict[str, Tensor]) -> None:
+def load(saved: SavedCheckpoint, entries: dict[str, Tensor]) -> None:
     """Fill tensors in place, all ranks together; SiteError where the files do not give them."""
     reader = _open(saved)
     try:
@@ -32,7 +32,7 @@ def load(saved: Saved, entries: dict[str, Tensor]) -> None:
         raise SiteError(f"{saved.path}: is damaged: {_first_line(error)}") from None
 
 
-def load_whole(saved: Saved, prefix: str) -> dict[str, Tensor]:
+def load_whole(saved: SavedCheckpoint, prefix: str) -> dict[str, Tensor]:
     """The whole tensors whose names begin so, on one process."""
     reader = _open(saved)
     state: dict[str, Any] = {
@@ -45,7 +45,7 @@ def load_whole(saved: Saved, prefix: str) -> dict[str, Tensor]:
     return state
 
 
-def _open(saved: Saved) -> TorchReader:
+def _open(saved: SavedCheckpoint) -> TorchReader:
     """With its list of tensors read, which runs nothing; UsageError where others could have written it."""
     check_checkpoint_owner(saved.path)
     reader = TorchReader(saved.path)

@@ -28,7 +28,7 @@ from hpcrun.runtime.worker_client import RankWorkerClient, WorkerGoneError
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.run_variables import DRAIN_VARIABLE
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 
 _READY_S, _END_S, _KILLED_S = 60.0, 30.0, 5.0
 _FINISH_S = 900.0
@@ -109,7 +109,9 @@ class OwnWorker:
             return
         if not self._proved.wait(_READY_S):
             self._problems["durable"] = f"{self._run}: a small file was not written there in {_READY_S:g} s"
-        if (why := self._problems.get("durable")) and not saved_steps(RunDir(self._run).checkpoints):
+        if (why := self._problems.get("durable")) and not resumable_checkpoints(
+            RunDir(self._run).checkpoints
+        ):
             raise SiteError(f"nothing can be saved: {why}; name a directory that this user may write")
 
     def socket(self) -> Path:

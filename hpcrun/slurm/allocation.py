@@ -11,7 +11,7 @@ from typing import Literal
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.hostlist import expand_hosts, fold_hosts
-from hpcrun.slurm.client import run_client
+from hpcrun.slurm.client import run_slurm_client
 from hpcrun.slurm.jobs import SQUEUE_FORMAT, parse_scontrol_jobs, parse_squeue
 from hpcrun.slurm.nodes import parse_scontrol_nodes
 from hpcrun.specs.rundir import RunDir
@@ -52,7 +52,7 @@ class Allocation:
     def seconds_left(self) -> float | None:
         """Until the time limit; None where Slurm does not say."""
         try:
-            answer = run_client(
+            answer = run_slurm_client(
                 ["squeue", "-h", "-j", self.id, "-o", SQUEUE_FORMAT], timeout_s=_QUERY_TIMEOUT_S
             )
         except SiteError:
@@ -65,7 +65,7 @@ class Allocation:
     def disposition(self) -> JobDisposition:
         """What Slurm means to do with the job now: a TERM alone does not say."""
         try:
-            answer = run_client(["scontrol", "show", "job", self.id], timeout_s=_QUERY_TIMEOUT_S)
+            answer = run_slurm_client(["scontrol", "show", "job", self.id], timeout_s=_QUERY_TIMEOUT_S)
         except SiteError:
             return "unknown"
         record = next(iter(parse_scontrol_jobs(answer.stdout)), None)
@@ -85,7 +85,7 @@ class Allocation:
         """
         words = ["scontrol", "-o", "show", "node", fold_hosts(self.nodes, suffixes=False)]
         try:
-            records = parse_scontrol_nodes(run_client(words, timeout_s=_QUERY_TIMEOUT_S).stdout)
+            records = parse_scontrol_nodes(run_slurm_client(words, timeout_s=_QUERY_TIMEOUT_S).stdout)
         except (SiteError, UsageError):
             return None
         if not records:
@@ -98,7 +98,7 @@ class Allocation:
 
     def requeue(self) -> None:
         """Put the job back into the queue under its own id; SiteError, in Slurm's words, when it refuses."""
-        done = run_client(["scontrol", "requeue", self.id], timeout_s=_REQUEUE_TIMEOUT_S)
+        done = run_slurm_client(["scontrol", "requeue", self.id], timeout_s=_REQUEUE_TIMEOUT_S)
         words = " ".join((done.stderr or done.stdout).split())
         if done.exit_code == 0 or _ALREADY_REQUEUED.search(words):
             return
@@ -114,7 +114,7 @@ class Allocation:
             # After a requeue its TERM may end the command before it has done anything.
             try:
                 words = ["scontrol", "update", f"JobId={self.id}", assignment]
-                done = run_client(words, timeout_s=_QUERY_TIMEOUT_S)
+                done = run_slurm_client(words, timeout_s=_QUERY_TIMEOUT_S)
             except SiteError as error:
                 told = str(error)
             else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-TroubleKind = Literal[
+SlurmProblemKind = Literal[
     "busy",
     "no-job",
     "no-accounting",
@@ -29,7 +29,7 @@ _LABELLED = re.compile(
 )
 
 _LOOK_FIRST = "look whether the job exists before submitting again"
-_TROUBLES: dict[TroubleKind, dict[str, str]] = {
+_PROBLEMS: dict[SlurmProblemKind, dict[str, str]] = {
     "busy": {
         r"Socket timed out": _LOOK_FIRST,
         r"temporarily unable to accept job": _LOOK_FIRST,
@@ -75,31 +75,31 @@ _TROUBLES: dict[TroubleKind, dict[str, str]] = {
 """By kind, what a message holds and what to do about it; the first that fits counts."""
 
 
-class Trouble(NamedTuple):
+class SlurmProblem(NamedTuple):
     """What went wrong: its kind, Slurm's own words, and what to do."""
 
-    kind: TroubleKind
+    kind: SlurmProblemKind
     text: str
     remedy: str = ""
 
 
-def parse_trouble(text: str) -> Trouble | None:
+def parse_slurm_problem(text: str) -> SlurmProblem | None:
     """The trouble that a command's output tells of; None where there is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     said = " / ".join(lines)
-    for kind, messages in _TROUBLES.items():
+    for kind, messages in _PROBLEMS.items():
         for pattern, remedy in messages.items():
             if re.search(pattern, said):
-                return Trouble(kind, said, remedy)
-    return Trouble("unknown", said) if any(_LABELLED.search(line) for line in lines) else None
+                return SlurmProblem(kind, said, remedy)
+    return SlurmProblem("unknown", said) if any(_LABELLED.search(line) for line in lines) else None
 
 
-class Submission(NamedTuple):
+class SbatchAnswer(NamedTuple):
     """What sbatch answered: the job's id and cluster, or the trouble."""
 
     job: int | None
     cluster: str = ""
-    trouble: Trouble | None = None
+    trouble: SlurmProblem | None = None
 
 
 _SUBMITTED = re.compile(
@@ -108,24 +108,24 @@ _SUBMITTED = re.compile(
 _PARSABLE = re.compile(r"(?P<job>[0-9]{1,10})(?:;(?P<cluster>[\w.-]+))?", re.ASCII)
 
 
-def parse_submission(stdout: str, stderr: str = "") -> Submission:
+def parse_sbatch_answer(stdout: str, stderr: str = "") -> SbatchAnswer:
     """The id in sbatch's answer: its sentence, `--parsable` with or without cluster, or a wrapper's number.
 
     Only whole lines count, and the last of them: a site's banner may speak of other jobs. Trouble on stderr
     is told along with an id, because sbatch may complain and still submit.
     """
-    trouble = parse_trouble(stderr)
+    trouble = parse_slurm_problem(stderr)
     lines = [line.strip() for line in stdout.splitlines()]
     for form in (_SUBMITTED, _PARSABLE):
         matches = [match for line in lines if (match := form.fullmatch(line))]
         if matches:
-            return Submission(int(matches[-1]["job"]), matches[-1]["cluster"] or "", trouble)
+            return SbatchAnswer(int(matches[-1]["job"]), matches[-1]["cluster"] or "", trouble)
     words = " / ".join(line.strip() for line in f"{stderr}\n{stdout}".splitlines() if line.strip())
-    found = trouble or parse_trouble(stdout)
-    return Submission(None, trouble=found or Trouble("unknown", words or "sbatch printed nothing"))
+    found = trouble or parse_slurm_problem(stdout)
+    return SbatchAnswer(None, trouble=found or SlurmProblem("unknown", words or "sbatch printed nothing"))
 
 
-class Estimate(NamedTuple):
+class StartEstimate(NamedTuple):
     """What `sbatch --test-only` foretells: when the job would start, and where."""
 
     start: str
@@ -141,11 +141,13 @@ _ESTIMATE = re.compile(
 )
 
 
-def parse_test_only(text: str) -> Estimate | Trouble:
+def parse_start_estimate(text: str) -> StartEstimate | SlurmProblem:
     """The answer of `sbatch --test-only`, which it gives on stderr."""
     match = _ESTIMATE.search(text)
     if match:
-        return Estimate(match["start"], int(match["processors"]), match["nodes"], match["partition"] or "")
-    return parse_trouble(text) or Trouble(
+        return StartEstimate(
+            match["start"], int(match["processors"]), match["nodes"], match["partition"] or ""
+        )
+    return parse_slurm_problem(text) or SlurmProblem(
         "unknown", " / ".join(text.split("\n")).strip() or "sbatch said nothing"
     )

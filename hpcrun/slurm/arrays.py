@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-USUAL_SIZE = 1001
+DEFAULT_ARRAY_SIZE = 1001
 """Slurm's own default of MaxArraySize, which bounds the index."""
 
 
-class Chunk(NamedTuple):
+class ArrayChunk(NamedTuple):
     """A part of a sweep that is one array; its indices are the elements less `offset`."""
 
     elements: tuple[int, ...]
@@ -19,7 +19,9 @@ class Chunk(NamedTuple):
     """Which chunk, by its place, has to end first, so that no more than the throttle run at one time."""
 
 
-def cut_up(elements: Sequence[int], array_size: int, throttle: int | None = None) -> list[Chunk]:
+def split_into_arrays(
+    elements: Sequence[int], array_size: int, throttle: int | None = None
+) -> list[ArrayChunk]:
     """Elements as arrays with indices below `array_size`; their limits at one time add up to `throttle`."""
     parts: dict[int, list[int]] = {}
     for element in sorted(elements):
@@ -29,5 +31,5 @@ def cut_up(elements: Sequence[int], array_size: int, throttle: int | None = None
     for place, (offset, part) in enumerate(parts.items()):
         lane = place % lanes
         limit = None if throttle is None else throttle // lanes + (lane < throttle % lanes)
-        chunks.append(Chunk(tuple(part), offset, limit, place - lanes if place >= lanes else None))
+        chunks.append(ArrayChunk(tuple(part), offset, limit, place - lanes if place >= lanes else None))
     return chunks

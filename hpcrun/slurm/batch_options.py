@@ -23,11 +23,28 @@ _ALONE = {
     "s": "oversubscribe",
 }
 """Those that need no value."""
-SIZES = ("nodes", "ntasks", "ntasks-per-node", "ntasks-per-socket", "ntasks-per-core", "ntasks-per-gpu")
+SIZE_OPTIONS = (
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "ntasks-per-socket",
+    "ntasks-per-core",
+    "ntasks-per-gpu",
+)
 """How many ranks there are and where."""
-FIXED = (*SIZES, "array", "time", "time-min", "nodefile", "clusters", "dependency", "wait", "wait-all-nodes")
+FIXED_OPTIONS = (
+    *SIZE_OPTIONS,
+    "array",
+    "time",
+    "time-min",
+    "nodefile",
+    "clusters",
+    "dependency",
+    "wait",
+    "wait-all-nodes",
+)
 """What a run counts on: it asks for it, or there must be none."""
-_OTHER_SIDES = (
+_EQUIVALENT_OPTIONS = (
     ("mem", "mem-per-cpu", "mem-per-gpu"),
     ("gres", "gpus", "gpus-per-node", "gpus-per-task"),
 )
@@ -48,17 +65,17 @@ class BatchOption(NamedTuple):
         return f"--{self.name}" + (f"={self.value}" if self.value else "")
 
 
-def read_options(lines: Iterable[str]) -> list[BatchOption]:
+def parse_batch_options(lines: Iterable[str]) -> list[BatchOption]:
     """Every option of the #SBATCH lines in their order, short ones and several on a line too."""
     found: list[BatchOption] = []
     for line in lines:
         match = _LINE.match(line)
         if match:
-            found += _of_line(line, match[1])
+            found += _parse_option_line(line, match[1])
     return found
 
 
-def _of_line(line: str, text: str) -> Iterator[BatchOption]:
+def _parse_option_line(line: str, text: str) -> Iterator[BatchOption]:
     try:
         words = shlex.split(text, comments=True)
     except ValueError:
@@ -72,7 +89,7 @@ def _of_line(line: str, text: str) -> Iterator[BatchOption]:
             name, equals, value = word[2:].partition("=")
             if not equals and is_value:
                 value, at = following, at + 1
-            yield BatchOption(line, _whole(name), value)
+            yield BatchOption(line, _complete_option_name(name), value)
         elif word.startswith("-") and word[1:2] in _SHORT:
             value = word[2:].removeprefix("=")
             if not value and is_value:
@@ -82,26 +99,28 @@ def _of_line(line: str, text: str) -> Iterator[BatchOption]:
             yield BatchOption(line, _ALONE[word[1]], word[2:])
 
 
-def _whole(name: str) -> str:
+def _complete_option_name(name: str) -> str:
     """sbatch takes the beginning of a name where only one begins so."""
-    longer = [one for one in FIXED if one.startswith(name)]
-    return longer[0] if len(name) > 3 and name not in FIXED and len(longer) == 1 else name
+    longer = [one for one in FIXED_OPTIONS if one.startswith(name)]
+    return longer[0] if len(name) > 3 and name not in FIXED_OPTIONS and len(longer) == 1 else name
 
 
-def last_of(options: Iterable[BatchOption]) -> dict[str, BatchOption]:
+def effective_options(options: Iterable[BatchOption]) -> dict[str, BatchOption]:
     """The option of each name that counts."""
     return {one.name: one for one in options}
 
 
-def replaced(options: Iterable[BatchOption], asked: dict[str, str]) -> Iterator[tuple[str, BatchOption]]:
+def overridden_options(
+    options: Iterable[BatchOption], asked: dict[str, str]
+) -> Iterator[tuple[str, BatchOption]]:
     """What a job asks (name to value, empty for none) that another option then stands in for: both."""
-    last = last_of(options)
+    last = effective_options(options)
     for name, value in asked.items():
-        if name in FIXED:
+        if name in FIXED_OPTIONS:
             continue
         wanted = f"--{name}" + (f"={value}" if value else "")
         if name in last and last[name].value != value:
             yield wanted, last[name]
-        for side in _OTHER_SIDES:
+        for side in _EQUIVALENT_OPTIONS:
             others = (other for other in side if name in side and other != name and other not in asked)
             yield from ((wanted, last[other]) for other in others if other in last)

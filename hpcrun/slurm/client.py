@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from hpcrun import process
 from hpcrun.errors import UsageError
 
-KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET")
+KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET")
 """Where the cluster is, and who one is there."""
-_OF_COMMANDS = (
+_COMMAND_PREFIXES = (
     *("SLURM_", "SBATCH_", "SRUN_", "SALLOC_"),
     *("SQUEUE_", "SINFO_", "SACCT_", "SCANCEL_", "SCONTROL_"),
 )
@@ -18,19 +18,19 @@ _OF_COMMANDS = (
 _CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 
 
-def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def slurm_client_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a command of Slurm's that is told everything by its arguments."""
-    return {k: v for k, v in environ.items() if k in KEPT or not k.startswith(_OF_COMMANDS)}
+    return {k: v for k, v in environ.items() if k in KEPT_VARIABLES or not k.startswith(_COMMAND_PREFIXES)}
 
 
-def run_client(
+def run_slurm_client(
     argv: Sequence[str], *, timeout_s: float, more: Mapping[str, str] | None = None
 ) -> process.CompletedCommand:
     """Run squeue, sinfo, sacct, scancel or scontrol in that environment, with `more` in it."""
-    return process.run(argv, timeout_s=timeout_s, env=client_environment(os.environ) | dict(more or {}))
+    return process.run(argv, timeout_s=timeout_s, env=slurm_client_environment(os.environ) | dict(more or {}))
 
 
-def cluster_of(environ: Mapping[str, str]) -> tuple[str, str] | None:
+def cluster_from_environment(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """The variable that says which cluster a person works with, and its value; None where none is set.
 
     UsageError where the two that Slurm knows differ.
@@ -42,7 +42,7 @@ def cluster_of(environ: Mapping[str, str]) -> tuple[str, str] | None:
     return found[0] if found else None
 
 
-def cluster_to_ask(asked: str | None) -> str | None:
+def choose_cluster(asked: str | None) -> str | None:
     """What -M gets: the cluster that is asked for, else the one that the environment names."""
-    found = None if asked else cluster_of(os.environ)
+    found = None if asked else cluster_from_environment(os.environ)
     return found[1] if found else asked

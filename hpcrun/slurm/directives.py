@@ -6,43 +6,43 @@ from typing import Literal, NamedTuple
 
 from hpcrun.errors import UsageError
 from hpcrun.hostlist import expand_hosts, fold_hosts
-from hpcrun.slurm.versions import Feature, Version, accepts, require
+from hpcrun.slurm.versions import SlurmFeature, SlurmVersion, has_feature, require_feature
 from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.resources import ResourcesSpec
 from hpcrun.units import parse_memory, parse_time, render_memory, render_time
 
-Value = str | int | Literal[True]
+OptionValue = str | int | Literal[True]
 """What stands behind an option; True: nothing."""
 
 GPU_FAMILY = ("gpus-per-node", "gpus", "gpus-per-task")
 """Ways of asking for GPUs that are options of their own; --gres is the older one."""
-_GATED: dict[str, Feature] = {
+_FEATURE_OF_OPTION: dict[str, SlurmFeature] = {
     "spread-segments": "spread-segments",
     "consolidate-segments": "spread-segments",
 }
 """Raw options that not every release has."""
 
 
-class Directives(NamedTuple):
+class SbatchDirectives(NamedTuple):
     """The options in order, and what the person should know about them."""
 
-    options: dict[str, Value]
+    options: dict[str, OptionValue]
     notes: tuple[str, ...] = ()
 
 
-def directives_of(
-    job: JobSpec, cluster: ClusterSpec | None, version: Version | None, *, leaves: int | None = None
-) -> Directives:
+def build_directives(
+    job: JobSpec, cluster: ClusterSpec | None, version: SlurmVersion | None, *, leaves: int | None = None
+) -> SbatchDirectives:
     """The options of a job on a cluster; UsageError for one that the release does not have.
 
     `leaves`: under how few leaf switches the job's nodes find room; None where no switches are known.
     """
     asked = job.resources
     partition = asked.partition or (cluster.default_partition if cluster else None)
-    profile = _partition(cluster, partition)
+    profile = _merge_partition_specs(cluster, partition)
     notes: list[str] = []
-    options: dict[str, Value | None] = {
+    options: dict[str, OptionValue | None] = {
         "partition": partition,
         "account": asked.account or (cluster.account if cluster else None),
         "qos": asked.qos or profile.qos,
@@ -72,30 +72,34 @@ def directives_of(
         "no-kill": True if asked.spares or job.elastic else None,
         "exclusive": True if (profile.exclusive if asked.exclusive is None else asked.exclusive) else None,
     }
-    steering, reasons = _steering(asked, version, leaves)
+    steering, reasons = _topology_options(asked, version, leaves)
     options |= steering
     notes += reasons
-    options |= _raw(job, options, version)
-    return Directives({name: value for name, value in options.items() if value is not None}, tuple(notes))
+    options |= _raw_options(job, options, version)
+    return SbatchDirectives(
+        {name: value for name, value in options.items() if value is not None}, tuple(notes)
+    )
 
 
-def gpus_of(job: JobSpec, cluster: ClusterSpec | None) -> int:
+def requested_gpus_per_node(job: JobSpec, cluster: ClusterSpec | None) -> int:
     """GPUs asked of each node: the job's number, else what the partition's nodes have, else none."""
     if job.resources.gpus_per_node is not None:
         return job.resources.gpus_per_node
-    return partition_of(job, cluster).gpus_per_node or 0
+    return find_partition_spec(job, cluster).gpus_per_node or 0
 
 
-def partition_of(job: JobSpec, cluster: ClusterSpec | None) -> PartitionSpec:
+def find_partition_spec(job: JobSpec, cluster: ClusterSpec | None) -> PartitionSpec:
     """What the profile says of the partition that a job goes to."""
-    return _partition(cluster, job.resources.partition or (cluster.default_partition if cluster else None))
+    return _merge_partition_specs(
+        cluster, job.resources.partition or (cluster.default_partition if cluster else None)
+    )
 
 
-def _gpus(cluster: ClusterSpec | None) -> GpuSpec:
+def _gpu_spec(cluster: ClusterSpec | None) -> GpuSpec:
     return cluster.gpus if cluster else GpuSpec()
 
 
-def _partition(cluster: ClusterSpec | None, names: str | None) -> PartitionSpec:
+def _merge_partition_specs(cluster: ClusterSpec | None, names: str | None) -> PartitionSpec:
     """What the profile says about a partition; of several only what holds for all of them."""
     if cluster is None or not names:
         return PartitionSpec()
@@ -105,15 +109,19 @@ def _partition(cluster: ClusterSpec | None, names: str | None) -> PartitionSpec:
     return PartitionSpec(**shared)
 
 
-def _gpu_request(job: JobSpec, cluster: ClusterSpec | None, version: Version | None) -> dict[str, Value]:
+def _gpu_request(
+    job: JobSpec, cluster: ClusterSpec | None, version: SlurmVersion | None
+) -> dict[str, OptionValue]:
     """The GPUs of a node in the form that the site takes."""
-    count, style = gpus_of(job, cluster), _gpus(cluster)
+    count, style = requested_gpus_per_node(job, cluster), _gpu_spec(cluster)
     if count == 0 or style.request == "none":
         return {}
-    kind = partition_of(job, cluster).gpu_type if style.typed else None
+    kind = find_partition_spec(job, cluster).gpu_type if style.typed else None
     if style.request == "gres":
         return {"gres": f"gpu:{kind}:{count}" if kind else f"gpu:{count}"}
-    require(version, "gpus-options", "gpus.request in the profile" if cluster else "resources.gpus_per_node")
+    require_feature(
+        version, "gpus-options", "gpus.request in the profile" if cluster else "resources.gpus_per_node"
+    )
     if style.request == "gpus":
         count *= job.resources.all_nodes
     if style.request == "gpus-per-task":
@@ -127,59 +135,61 @@ def _gpu_request(job: JobSpec, cluster: ClusterSpec | None, version: Version | N
     return {style.request: f"{kind}:{count}" if kind else count}
 
 
-def _raw(job: JobSpec, options: dict[str, Value | None], version: Version | None) -> dict[str, Value | None]:
+def _raw_options(
+    job: JobSpec, options: dict[str, OptionValue | None], version: SlurmVersion | None
+) -> dict[str, OptionValue | None]:
     """The options given raw, which win; false and null take one away."""
-    found: dict[str, Value | None] = {}
+    found: dict[str, OptionValue | None] = {}
     for name, value in job.resources.sbatch.items():
         if value is None or value is False:
             found[name] = None
             continue
-        if name in _GATED:
-            require(version, _GATED[name], f"resources.sbatch.{name}")
+        if name in _FEATURE_OF_OPTION:
+            require_feature(version, _FEATURE_OF_OPTION[name], f"resources.sbatch.{name}")
         if name == "gres" and isinstance(before := options.get("gres"), str) and "gpu" not in str(value):
             value = f"{before},{value}"  # else the GPUs would be gone
         found[name] = value
     return found
 
 
-def _steering(
-    asked: ResourcesSpec, version: Version | None, leaves: int | None
-) -> tuple[dict[str, Value | None], list[str]]:
+def _topology_options(
+    asked: ResourcesSpec, version: SlurmVersion | None, leaves: int | None
+) -> tuple[dict[str, OptionValue | None], list[str]]:
     """What tells Slurm which nodes to give, each option with its reason."""
-    options: dict[str, Value | None] = {}
+    options: dict[str, OptionValue | None] = {}
     notes: list[str] = []
     if asked.placement == "pin":
         pinned = expand_hosts(asked.nodelist or "", "resources.nodelist")
         if len(pinned) > asked.all_nodes:
-            require(version, "nodelist-longer-than-nodes", "resources.nodelist")
+            require_feature(version, "nodelist-longer-than-nodes", "resources.nodelist")
         options["nodelist"] = fold_hosts(pinned, suffixes=False)
         notes.append(
             f"--nodelist={options['nodelist']}: placement pin; the job waits until all of these are free, and"
             " where Slurm plans in blocks it may never start"
         )
-        left, both = _apart(asked.exclude, pinned)
+        left, both = _separate_pinned(asked.exclude, pinned)
         if both:
             options["exclude"] = left
             notes.append(f"exclude: {both}: not excluded, because resources.nodelist names it")
     elif asked.placement == "pack":
-        options["switches"], told = _switches(asked, leaves)
+        options["switches"], told = _switch_options(asked, leaves)
         notes += told
         if asked.segment is not None:
-            unknown = _gate(version, "segment", "resources.segment")
+            unknown = _require_known_feature(version, "segment", "resources.segment")
             options["segment"] = asked.segment
             reason = (
                 f"every {asked.segment} of the {asked.nodes} nodes in one block, as resources.segment asks"
             )
             notes.append(f"--segment={asked.segment}: {reason}{unknown}")
     if asked.topo_exclusive:
-        unknown = _gate(version, "exclusive-topo", "resources.topo_exclusive")
+        unknown = _require_known_feature(version, "exclusive-topo", "resources.topo_exclusive")
         options["exclusive"] = "topo"
         reason = "no other job under the same switch or in the block, as resources.topo_exclusive asks"
         notes.append(f"--exclusive=topo: {reason}{unknown}")
     return options, notes
 
 
-def _switches(asked: ResourcesSpec, leaves: int | None) -> tuple[str | None, list[str]]:
+def _switch_options(asked: ResourcesSpec, leaves: int | None) -> tuple[str | None, list[str]]:
     """--switches, which counts leaf switches and only delays, and why it is said."""
     count = asked.switches
     if count is None and (leaves is None or asked.nodes == 1 or asked.segment is not None):
@@ -201,7 +211,7 @@ def _switches(asked: ResourcesSpec, leaves: int | None) -> tuple[str | None, lis
     return option, notes
 
 
-def _apart(exclude: str | None, pinned: tuple[str, ...]) -> tuple[str | None, str]:
+def _separate_pinned(exclude: str | None, pinned: tuple[str, ...]) -> tuple[str | None, str]:
     """What is excluded and not pinned, and what is both: known bad nodes may have been added to a job's."""
     excluded = expand_hosts(exclude or "", "resources.exclude")
     left = [host for host in excluded if host not in pinned]
@@ -209,8 +219,8 @@ def _apart(exclude: str | None, pinned: tuple[str, ...]) -> tuple[str | None, st
     return fold_hosts(left, suffixes=False) if left else None, fold_hosts(both) if both else ""
 
 
-def _gate(version: Version | None, feature: Feature, where: str) -> str:
+def _require_known_feature(version: SlurmVersion | None, feature: SlurmFeature, where: str) -> str:
     """Refuse what a release is known not to have; words for one that nobody names."""
-    require(version, feature, where)
+    require_feature(version, feature, where)
     unknown = "; which Slurm this is for is not known, and before 24.05 it refuses that"
-    return unknown if accepts(version, feature) is None else ""
+    return unknown if has_feature(version, feature) is None else ""

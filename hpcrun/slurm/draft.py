@@ -14,19 +14,19 @@ from pydantic import TypeAdapter, ValidationError
 from hpcrun.hostlist import fold_hosts
 from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.directives import GPU_FAMILY
-from hpcrun.slurm.limits import Partition, takes_gpu_family
+from hpcrun.slurm.limits import Partition, accepts_gpu_options
 from hpcrun.slurm.nodes import NodeRecord
-from hpcrun.slurm.topology import Unit
+from hpcrun.slurm.topology import TopologyUnit
 from hpcrun.specs.cluster import ClusterSpec, MpiSpec, PartitionSpec, TopologySpec
-from hpcrun.specs.fields import Word
-from hpcrun.specs.yaml import render_document
+from hpcrun.specs.fields import SystemName
+from hpcrun.specs.yaml import render_yaml
 from hpcrun.units import parse_memory, parse_time, render_memory, render_time
 
 UNNAMED = "unnamed"
 """The draft's name for a cluster that does not say its own."""
 _COUNTED_MIB = 1024
 """Slurm that does not count memory gives each node 1 MiB."""
-_HELD_BACK = 0.1
+_RESERVED_SHARE = 0.1
 """A profile may keep this part of a node's memory back for the system."""
 _Hardware = Literal["gpus_per_node", "gpu_type", "cpus_per_node", "mem_per_node"]
 _MEASURED: dict[_Hardware, str] = {
@@ -50,7 +50,7 @@ def _value(node: NodeRecord, key: _Hardware) -> Any:
 
 
 @dataclass(frozen=True)
-class Draft:
+class ProfileDraft:
     """A profile as far as Slurm tells it; its text has comments for what only an admin knows."""
 
     cluster: ClusterSpec
@@ -58,24 +58,24 @@ class Draft:
     """YAML with comments; parse_cluster reads it back to `cluster`."""
 
 
-def draft_cluster(live: LiveCluster) -> Draft:
+def draft_profile(live: LiveCluster) -> ProfileDraft:
     """The profile that a live cluster suggests."""
     parts = [
-        _Part(_HEAD, {}),
+        _DraftSection(_HEAD, {}),
         _identity(live),
         _partitions(live),
         _gpus(live),
         _mpi(live),
         _topology(live),
-        _Part(["What no Slurm command tells; the values are examples."], {}, _REST),
+        _DraftSection(["What no Slurm command tells; the values are examples."], {}, _REST),
     ]
     values: dict[str, Any] = {}
     for part in parts:
         values |= part.values
-    return Draft(ClusterSpec.model_validate(values), "\n".join(part.render() for part in parts))
+    return ProfileDraft(ClusterSpec.model_validate(values), "\n".join(part.render() for part in parts))
 
 
-class _Part(NamedTuple):
+class _DraftSection(NamedTuple):
     """Remarks, the keys below them, and further keys to be filled in by hand."""
 
     remarks: list[str]
@@ -85,7 +85,7 @@ class _Part(NamedTuple):
     """The keys as text, where they have remarks of their own."""
 
     def render(self) -> str:
-        text = self.text or (render_document(self.values) if self.values else "")
+        text = self.text or (render_yaml(self.values) if self.values else "")
         by_hand = "".join(f"#{line}\n" for line in self.by_hand.strip("\n").splitlines())
         return f"{_remarks(self.remarks)}{text}{by_hand}"
 
@@ -115,7 +115,7 @@ log_roots: [/scratch, /home]    # a run directory elsewhere is refused
 """
 
 
-def _identity(live: LiveCluster) -> _Part:
+def _identity(live: LiveCluster) -> _DraftSection:
     name = _word(live.slurm_cluster or live.config.cluster)
     values: dict[str, Any] = {"name": name or UNNAMED}
     remarks = [] if name else ["name: unknown, Slurm does not say it; write it here"]
@@ -131,7 +131,7 @@ def _identity(live: LiveCluster) -> _Part:
     controller = live.config.version
     if live.version and controller and controller[:2] != live.version[:2]:
         remarks.append(f"slurm_version: the commands here are {live.version}, the controller is {controller}")
-    return _Part(remarks, values, by_hand)
+    return _DraftSection(remarks, values, by_hand)
 
 
 def _release(live: LiveCluster) -> str:
@@ -141,12 +141,12 @@ def _release(live: LiveCluster) -> str:
 def _word(text: str) -> str | None:
     """The text where a profile can hold it as a name."""
     try:
-        return TypeAdapter(Word).validate_python(text)
+        return TypeAdapter(SystemName).validate_python(text)
     except ValidationError:
         return None
 
 
-def _partitions(live: LiveCluster) -> _Part:
+def _partitions(live: LiveCluster) -> _DraftSection:
     remarks = [f"nodes: {live.unknown['nodes']}"] if "nodes" in live.unknown else []
     partitions: dict[str, dict[str, Any]] = {}
     text = "partitions:\n"
@@ -158,12 +158,12 @@ def _partitions(live: LiveCluster) -> _Part:
         values["default"] = partition.is_default and not any(p["default"] for p in partitions.values())
         partitions[partition.name] = values
         body = {key: value for key, value in values.items() if value is not False} or {"default": False}
-        text += textwrap.indent(f"{_remarks(notes)}{render_document({partition.name: body})}", "  ")
+        text += textwrap.indent(f"{_remarks(notes)}{render_yaml({partition.name: body})}", "  ")
         if values.get("gpus_per_node") != 0 and "gpu_type" not in values:
             text += "#    gpu_type: h100              # the GPUs' name, which Slurm does not tell\n"
     if not partitions:
-        return _Part([*remarks, "partitions: unknown"], {})
-    return _Part(remarks, {"partitions": partitions}, text=text)
+        return _DraftSection([*remarks, "partitions: unknown"], {})
+    return _DraftSection(remarks, {"partitions": partitions}, text=text)
 
 
 def _partition(partition: Partition, live: LiveCluster) -> tuple[dict[str, Any], list[str]]:
@@ -206,23 +206,23 @@ def _nodes(count: int) -> str:
     return f"{count} node{'s' * (count != 1)}"
 
 
-def _gpus(live: LiveCluster) -> _Part:
+def _gpus(live: LiveCluster) -> _DraftSection:
     typed = "typed: true                   # put the partition's gpu_type into the request"
     by_hand = f"gpus:\n  request: gpus-per-node         # or gres, gpus, gpus-per-task, none\n  {typed}"
     select = live.config.values.get("SelectType", "")
     if not live.nodes or all(node.gpus is None for node in live.nodes):
-        return _Part(["gpus.request: unknown, no node says whether it has GPUs"], {}, by_hand)
+        return _DraftSection(["gpus.request: unknown, no node says whether it has GPUs"], {}, by_hand)
     if not any(node.gpus for node in live.nodes):
-        return _Part(["No node has GPUs that Slurm counts."], {"gpus": {"request": "none"}})
+        return _DraftSection(["No node has GPUs that Slurm counts."], {"gpus": {"request": "none"}})
     if not select:
-        return _Part(["gpus.request: unknown, Slurm does not say its SelectType"], {}, by_hand)
-    request = "gpus-per-node" if takes_gpu_family(select) else "gres"
+        return _DraftSection(["gpus.request: unknown, Slurm does not say its SelectType"], {}, by_hand)
+    request = "gpus-per-node" if accepts_gpu_options(select) else "gres"
     kinds = sorted({node.gpu_type for node in live.nodes if node.gpu_type})
     remarks = [f"SelectType={select}" + (f"; types of GPUs: {', '.join(kinds)}" if kinds else "")]
-    return _Part(remarks, {"gpus": {"request": request}}, f"  {typed}")
+    return _DraftSection(remarks, {"gpus": {"request": request}}, f"  {typed}")
 
 
-def _mpi(live: LiveCluster) -> _Part:
+def _mpi(live: LiveCluster) -> _DraftSection:
     default = live.config.mpi_default
     is_pmix = default.startswith("pmix")
     pmi, library, launcher = ("pmix", "openmpi", "srun") if is_pmix else ("pmi2", "mpich", "hydra")
@@ -231,50 +231,50 @@ def _mpi(live: LiveCluster) -> _Part:
         f"  launcher: {launcher}               # hydra, srun or mpirun"
     )
     if default in get_args(MpiSpec.model_fields["pmi"].annotation):
-        return _Part([f"MpiDefault={default}"], {"mpi": {"pmi": default}}, by_hand)
+        return _DraftSection([f"MpiDefault={default}"], {"mpi": {"pmi": default}}, by_hand)
     remark = f"mpi.pmi: unknown, MpiDefault is {default or 'not set'}; `srun --mpi=list` lists what there is"
-    return _Part(
+    return _DraftSection(
         [remark], {}, f"mpi:\n  pmi: {pmi}                     # mpich speaks pmi2, Open MPI pmix\n{by_hand}"
     )
 
 
-def _topology(live: LiveCluster) -> _Part:
+def _topology(live: LiveCluster) -> _DraftSection:
     if live.is_flat is None:
-        return _Part([f"topology: {live.unknown['topology']}"], {})
+        return _DraftSection([f"topology: {live.unknown['topology']}"], {})
     plugin = f"TopologyPlugin={live.plugin}"
     if live.is_flat:
-        return _Part([f"{plugin}: Slurm knows no switches"], {"topology": {"source": "none"}})
+        return _DraftSection([f"{plugin}: Slurm knows no switches"], {"topology": {"source": "none"}})
     kinds = Counter(unit.kind for unit in live.units)
     found = ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
     levels = _levels(live.units) or 1
     names = ["leaf", "spine", "core", *(f"level{level}" for level in range(3, levels))][:levels]
     by_hand = "  levels:                         # what the link of one node carries, from the leaf upwards\n"
     by_hand += "\n".join(f"    - {{name: {name}, bandwidth_GBps: 50, oversubscription: 1}}" for name in names)
-    return _Part([f"{plugin}; {found}"], {"topology": {"source": "slurm"}}, by_hand)
+    return _DraftSection([f"{plugin}; {found}"], {"topology": {"source": "slurm"}}, by_hand)
 
 
-def _levels(units: Iterable[Unit]) -> int | None:
+def _levels(units: Iterable[TopologyUnit]) -> int | None:
     """How many levels of switches there are; None where the units have no levels."""
     known = [unit.level for unit in units if unit.level is not None]
     return max(known) + 1 if known else None
 
 
-class _Finding(NamedTuple):
+class _ProfileDifference(NamedTuple):
     """One line about a key of the profile: it differs, or nobody could tell."""
 
     text: str
     is_known: bool = True
 
 
-def differences(profile: ClusterSpec, live: LiveCluster) -> list[str]:
+def find_profile_differences(profile: ClusterSpec, live: LiveCluster) -> list[str]:
     """What the profile says and the live cluster does not bear out, a line each.
 
     Only what the profile states is compared: a key that it leaves out, or a partition, is no difference.
     """
-    return [finding.text for finding in _findings(profile, live) if finding.is_known]
+    return [finding.text for finding in _profile_differences(profile, live) if finding.is_known]
 
 
-def doubts(profile: ClusterSpec) -> list[str]:
+def find_profile_warnings(profile: ClusterSpec) -> list[str]:
     """What the profile says, and may mean otherwise, a line each."""
     limits = (
         parse_time(spec.max_time, f"partitions.{name}.max_time")
@@ -284,12 +284,12 @@ def doubts(profile: ClusterSpec) -> list[str]:
     return [limit.warning for limit in limits if limit.warning]
 
 
-def not_compared(profile: ClusterSpec, live: LiveCluster) -> list[str]:
+def find_unconfirmed_keys(profile: ClusterSpec, live: LiveCluster) -> list[str]:
     """What the profile states and Slurm did not say, a line each."""
-    return [finding.text for finding in _findings(profile, live) if not finding.is_known]
+    return [finding.text for finding in _profile_differences(profile, live) if not finding.is_known]
 
 
-def _findings(profile: ClusterSpec, live: LiveCluster) -> Iterator[_Finding]:
+def _profile_differences(profile: ClusterSpec, live: LiveCluster) -> Iterator[_ProfileDifference]:
     yield from _compare_version(profile, live)
     there = {partition.name: partition for partition in live.partitions}
     for name, spec in profile.partitions.items():
@@ -297,28 +297,28 @@ def _findings(profile: ClusterSpec, live: LiveCluster) -> Iterator[_Finding]:
             yield from _compare_limits(spec, there[name])
             yield from _compare_nodes(name, spec, live.nodes_of(name))
         else:
-            yield _Finding(f"partitions.{name}: is gone; there are: {', '.join(there) or 'none'}")
+            yield _ProfileDifference(f"partitions.{name}: is gone; there are: {', '.join(there) or 'none'}")
     select = live.config.values.get("SelectType", "")
-    takes = profile.gpus.request not in GPU_FAMILY or takes_gpu_family(select)
+    takes = profile.gpus.request not in GPU_FAMILY or accepts_gpu_options(select)
     asks = any(spec.gpus_per_node for spec in profile.partitions.values())
     if asks and not takes:
         line = f"the profile says {profile.gpus.request}, {select} takes only gres"
         unknown = "unknown: Slurm does not say its SelectType"
-        yield _Finding(f"gpus.request: {line if select else unknown}", bool(select))
+        yield _ProfileDifference(f"gpus.request: {line if select else unknown}", bool(select))
     yield from _compare_topology(profile.topology, live)
 
 
-def _compare_version(profile: ClusterSpec, live: LiveCluster) -> Iterator[_Finding]:
+def _compare_version(profile: ClusterSpec, live: LiveCluster) -> Iterator[_ProfileDifference]:
     said = profile.slurm_version
     if said is None:
         return
     if live.version is None:
-        yield _Finding(f"slurm_version: {live.unknown['version']}", False)
+        yield _ProfileDifference(f"slurm_version: {live.unknown['version']}", False)
     elif not f"{live.version}.".startswith(f"{said}."):
-        yield _Finding(f"slurm_version: the profile says {said}, Slurm is {live.version}")
+        yield _ProfileDifference(f"slurm_version: the profile says {said}, Slurm is {live.version}")
 
 
-def _compare_limits(spec: PartitionSpec, partition: Partition) -> Iterator[_Finding]:
+def _compare_limits(spec: PartitionSpec, partition: Partition) -> Iterator[_ProfileDifference]:
     where = f"partitions.{partition.name}"
     if spec.max_time is not None:
         yield from _compare_limit(
@@ -329,20 +329,22 @@ def _compare_limits(spec: PartitionSpec, partition: Partition) -> Iterator[_Find
             f"{where}.max_nodes", str(spec.max_nodes), spec.max_nodes, partition.max_nodes, False
         )
     if partition.exclusive and not spec.exclusive:
-        yield _Finding(f"{where}.exclusive: the profile says false, the partition gives whole nodes only")
+        yield _ProfileDifference(
+            f"{where}.exclusive: the profile says false, the partition gives whole nodes only"
+        )
 
 
 def _compare_limit(
     key: str, written: str, said: float, found: float | None, is_time: bool
-) -> Iterator[_Finding]:
+) -> Iterator[_ProfileDifference]:
     if found is None:
-        yield _Finding(f"{key}: unknown: Slurm does not say it", False)
+        yield _ProfileDifference(f"{key}: unknown: Slurm does not say it", False)
     elif said != found:
         shown = render_time(found) if is_time else "UNLIMITED" if math.isinf(found) else f"{found:g}"
-        yield _Finding(f"{key}: the profile says {written}, the partition allows {shown}")
+        yield _ProfileDifference(f"{key}: the profile says {written}, the partition allows {shown}")
 
 
-def _compare_nodes(name: str, spec: PartitionSpec, nodes: list[NodeRecord]) -> Iterator[_Finding]:
+def _compare_nodes(name: str, spec: PartitionSpec, nodes: list[NodeRecord]) -> Iterator[_ProfileDifference]:
     """Each thing that the profile says of a node must hold for at least one kind of node."""
     for key, words in _MEASURED.items():
         said = getattr(spec, key)
@@ -351,38 +353,40 @@ def _compare_nodes(name: str, spec: PartitionSpec, nodes: list[NodeRecord]) -> I
         where = f"partitions.{name}.{key}"
         found = [value for node in nodes if (value := _value(node, key)) is not None]
         if not found:
-            yield _Finding(f"{where}: unknown: Slurm says nothing of its nodes' {words}", False)
+            yield _ProfileDifference(f"{where}: unknown: Slurm says nothing of its nodes' {words}", False)
         elif not any(_agree(key, said, value) for value in found):
-            yield _Finding(f"{where}: the profile says {said}, the nodes have {_listed(Counter(found))}")
+            yield _ProfileDifference(
+                f"{where}: the profile says {said}, the nodes have {_listed(Counter(found))}"
+            )
 
 
 def _agree(key: _Hardware, said: Any, found: Any) -> bool:
     if key == "mem_per_node":
         asked, there = parse_memory(said), parse_memory(found)
-        return there * (1 - _HELD_BACK) <= asked <= there
+        return there * (1 - _RESERVED_SHARE) <= asked <= there
     if key == "gpu_type":
         return str(said).lower() == str(found).lower()
     return bool(said == found)
 
 
-def _compare_topology(spec: TopologySpec, live: LiveCluster) -> Iterator[_Finding]:
+def _compare_topology(spec: TopologySpec, live: LiveCluster) -> Iterator[_ProfileDifference]:
     if spec.source not in ("slurm", "none"):
         return
     if live.is_flat is None:
-        yield _Finding(f"topology: {live.unknown['topology']}", False)
+        yield _ProfileDifference(f"topology: {live.unknown['topology']}", False)
         return
     plugin = live.plugin
     if spec.source == "slurm" and live.is_flat:
-        yield _Finding(
+        yield _ProfileDifference(
             f"topology.source: the profile says slurm, TopologyPlugin is {plugin}, which knows no switches"
         )
     elif spec.source == "none" and not live.is_flat:
         kinds = ", ".join(dict.fromkeys(unit.kind for unit in live.units))
-        yield _Finding(
+        yield _ProfileDifference(
             f"topology.source: the profile says none, TopologyPlugin is {plugin} and lists units: {kinds}"
         )
     levels = _levels(live.units)
     if spec.source == "slurm" and spec.levels and levels and levels != len(spec.levels):
-        yield _Finding(
+        yield _ProfileDifference(
             f"topology.levels: the profile says {len(spec.levels)}, Slurm knows {levels} levels of switches"
         )

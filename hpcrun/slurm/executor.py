@@ -26,27 +26,27 @@ from hpcrun import process
 from hpcrun.errors import UsageError
 from hpcrun.files import require_private
 from hpcrun.process import ProcessId, environment_with_package
-from hpcrun.slurm.contract import ArrayContext, ScriptContext
 from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.sbatch import (
-    Note,
-    array_indices,
-    log_pattern,
-    nobody,
-    script_text,
+    SbatchNoteCallback,
+    cancel_submitted_job,
+    discard_note,
+    drop_unknown_nodes,
+    format_array_indices,
+    log_file_pattern,
+    render_submission_script,
     submission_environment,
-    submit_script,
-    take_back,
-    without_unknown_nodes,
+    submit_batch_script,
 )
-from hpcrun.slurm.template import Library, Template
-from hpcrun.specs.fields import matches
+from hpcrun.slurm.script_context import ArrayContext, ScriptContext
+from hpcrun.slurm.template import BatchTemplate, TemplateLibrary
+from hpcrun.specs.fields import matches_any_pattern
 
-_EVER_MIN = 60 * 24 * 365 * 10
+_UNLIMITED_MIN = 60 * 24 * 365 * 10
 """submitit's local controller wants a time limit; a run of one's own machine has none."""
 
 
-def check_private(path: Path) -> None:
+def require_private_file(path: Path) -> None:
     """UsageError unless a file and its folder are the user's and nobody else can write them.
 
     Whoever can write a pickle runs code as the one who loads it.
@@ -55,7 +55,7 @@ def check_private(path: Path) -> None:
         require_private(place, place.stat())
 
 
-class Submitted(NamedTuple):
+class SubmittedScript(NamedTuple):
     """What came of a submission."""
 
     job: JobId
@@ -77,20 +77,20 @@ class TemplateExecutor(submitit.SlurmExecutor):
     def __init__(
         self,
         folder: Path,
-        library: Library,
-        template: Template,
+        library: TemplateLibrary,
+        template: BatchTemplate,
         context: ScriptContext,
         *,
         slurm_cluster: str | None = None,
         slurm_module: str | None = None,
         max_num_timeout: int = 3,
-        note: Note = nobody,
-        detail: Note = nobody,
+        note: SbatchNoteCallback = discard_note,
+        detail: SbatchNoteCallback = discard_note,
     ) -> None:
-        log_pattern(folder)
+        log_file_pattern(folder)
         super().__init__(folder, max_num_timeout=max_num_timeout)
         self.template = template
-        self._render = partial(script_text, library, template, note=note)
+        self._render = partial(render_submission_script, library, template, note=note)
         self._context, self._note, self._detail = context, note, detail
         self._slurm_cluster, self._slurm_module = slurm_cluster, slurm_module
 
@@ -107,7 +107,7 @@ class TemplateExecutor(submitit.SlurmExecutor):
         """The script of a job, or of an array, as it would be submitted."""
         return self._render(self._context, self.folder, array)
 
-    def submit_task(self, fn: Callable[..., Any], *args: Any) -> Submitted:
+    def submit_task(self, fn: Callable[..., Any], *args: Any) -> SubmittedScript:
         """Submit one call as one job."""
         return self._send([(self._dump(DelayedSubmission(fn, *args)), None)], None)
 
@@ -118,7 +118,7 @@ class TemplateExecutor(submitit.SlurmExecutor):
         elements: Sequence[int],
         offset: int = 0,
         throttle: int | None = None,
-    ) -> Submitted:
+    ) -> SubmittedScript:
         """Submit the same call for each of these elements of a sweep, as one array with one pickle.
 
         The array's indices are the elements less `offset`; the template adds it again and says in
@@ -126,7 +126,7 @@ class TemplateExecutor(submitit.SlurmExecutor):
         """
         source = self._dump(DelayedSubmission(fn, *args))
         indices = [element - offset for element in sorted(set(elements))]
-        array = ArrayContext(indices=array_indices(indices, throttle), offset=offset)
+        array = ArrayContext(indices=format_array_indices(indices, throttle), offset=offset)
         return self._send([(source, index) for index in indices], array)
 
     def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> NoReturn:
@@ -137,9 +137,11 @@ class TemplateExecutor(submitit.SlurmExecutor):
         limit = self._context.directives.get("time", 0)
         # Without a limit in minutes each signal counts as a time-out, and those are limited in number.
         delayed.set_timeout(limit if isinstance(limit, int) else 0, self.max_num_timeout)
-        return dump_private(delayed, self.folder)
+        return dump_private_pickle(delayed, self.folder)
 
-    def _send(self, pickles: Sequence[tuple[Path, int | None]], array: ArrayContext | None) -> Submitted:
+    def _send(
+        self, pickles: Sequence[tuple[Path, int | None]], array: ArrayContext | None
+    ) -> SubmittedScript:
         """Submit, then put each pickle where its job, which waits for it for a minute, will look.
 
         Whatever goes wrong, or an interrupt: no job and no files are left of it.
@@ -148,8 +150,8 @@ class TemplateExecutor(submitit.SlurmExecutor):
         job, is_whole = None, False
         try:
             text = self._render(self._with_known_nodes(), self.folder, array)
-            write_private(script, text.encode())
-            job = submit_script(
+            write_private_file(script, text.encode())
+            job = submit_batch_script(
                 script,
                 slurm_cluster=self._slurm_cluster,
                 slurm_module=self._slurm_module,
@@ -159,7 +161,7 @@ class TemplateExecutor(submitit.SlurmExecutor):
             )
             for source, index in pickles:
                 name = str(job.job) if index is None else f"{job.job}_{index}"
-                place(source, JobPaths(self.folder, name).submitted_pickle)
+                link_or_copy(source, JobPaths(self.folder, name).submitted_pickle)
             # Slurm goes on naming the path that it was given.
             JobPaths(self.folder, str(job.job)).move_temporary_file(
                 script, "submission_file", keep_as_symlink=True
@@ -170,15 +172,15 @@ class TemplateExecutor(submitit.SlurmExecutor):
                 source.unlink(missing_ok=True)
             if not is_whole:
                 if job is not None:
-                    take_back(job, self._note)
+                    cancel_submitted_job(job, self._note)
                 script.unlink(missing_ok=True)
-        return Submitted(job, text, array.indices if array else None)
+        return SubmittedScript(job, text, array.indices if array else None)
 
     def _with_known_nodes(self) -> ScriptContext:
         hosts = self._context.directives.get("exclude")
         if not isinstance(hosts, str):
             return self._context
-        known = without_unknown_nodes(hosts, slurm_cluster=self._slurm_cluster, note=self._note)
+        known = drop_unknown_nodes(hosts, slurm_cluster=self._slurm_cluster, note=self._note)
         others = {name: value for name, value in self._context.directives.items() if name != "exclude"}
         directives = self._context.directives | {"exclude": known} if known else others
         return self._context.model_copy(update={"directives": directives})
@@ -199,7 +201,7 @@ class BackgroundExecutor(submitit.LocalExecutor):
     ) -> None:
         # -P: a file in the working directory must not become a module of ours.
         super().__init__(folder, python=f"{shlex.quote(python)} -P")
-        self._tasks, self._limit_min, self._env = tasks, limit_min or _EVER_MIN, dict(env)
+        self._tasks, self._limit_min, self._env = tasks, limit_min or _UNLIMITED_MIN, dict(env)
         self._deny = tuple(deny)
 
     def _num_tasks(self) -> int:
@@ -211,7 +213,7 @@ class BackgroundExecutor(submitit.LocalExecutor):
         for delayed in delayed_submissions:
             delayed.set_timeout(self._limit_min, self.max_num_timeout)
         # All of them before the first starts: one of them may not be picklable.
-        pickles = [dump_private(delayed, self.folder) for delayed in delayed_submissions]
+        pickles = [dump_private_pickle(delayed, self.folder) for delayed in delayed_submissions]
         jobs: list[AnyJob[Any]] = []
         is_whole = False
         try:
@@ -230,7 +232,7 @@ class BackgroundExecutor(submitit.LocalExecutor):
         own = {
             name: value
             for name, value in os.environ.items()
-            if name.startswith("PYTHON") and not matches(name, self._deny)
+            if name.startswith("PYTHON") and not matches_any_pattern(name, self._deny)
         }
         given = {
             "SUBMITIT_EXECUTOR": "local",
@@ -266,14 +268,16 @@ _controllers: list[subprocess.Popen[bytes]] = []
 
 
 @atexit.register
-def _let_controllers_go() -> None:
+def _detach_controllers() -> None:
     for controller in _controllers:
         if controller.poll() is None:
             # It goes on without us, as it should: Python would warn of it.
             controller.returncode = 0
 
 
-def submit_local(folder: Path, fn: Callable[..., Any], *args: Any, limit_min: int | None = None) -> ProcessId:
+def submit_background(
+    folder: Path, fn: Callable[..., Any], *args: Any, limit_min: int | None = None
+) -> ProcessId:
     """Run one call in the background, without Slurm; the process that watches over it.
 
     It goes on when the command or the terminal that started it ends; what it prints lies in the folder,
@@ -285,13 +289,13 @@ def submit_local(folder: Path, fn: Callable[..., Any], *args: Any, limit_min: in
     return found
 
 
-def write_private(path: Path, data: bytes) -> None:
+def write_private_file(path: Path, data: bytes) -> None:
     """Write a new file that only the user can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(data)
 
 
-def dump_private(delayed: DelayedSubmission, folder: Path) -> Path:
+def dump_private_pickle(delayed: DelayedSubmission, folder: Path) -> Path:
     """Pickle a submission into the folder, made private before anything is in it.
 
     UsageError for what cannot be pickled.
@@ -316,10 +320,10 @@ def dump_private(delayed: DelayedSubmission, folder: Path) -> Path:
     return path
 
 
-def place(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """Give a file one more name, which may be taken; where there are no hard links, a copy of it."""
     target.unlink(missing_ok=True)
     try:
         target.hardlink_to(source)
     except OSError:
-        write_private(target, source.read_bytes())
+        write_private_file(target, source.read_bytes())

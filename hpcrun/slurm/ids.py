@@ -57,7 +57,7 @@ def parse_job_id(text: str) -> JobId | None:
     if listed is not None:
         closed = match["closed"] is not None
         # Without its end the list may stop within a number.
-        elements, throttle, whole = parse_elements(listed if closed else listed.rpartition(",")[0])
+        elements, throttle, whole = parse_array_elements(listed if closed else listed.rpartition(",")[0])
         whole = whole and closed
     elif element is not None:
         elements = (range(int(element), int(element) + 1),)
@@ -72,7 +72,7 @@ def parse_job_id(text: str) -> JobId | None:
     )
 
 
-def parse_elements(text: str) -> tuple[tuple[range, ...], int | None, bool]:
+def parse_array_elements(text: str) -> tuple[tuple[range, ...], int | None, bool]:
     """Element ranges, the `%` limit, and whether the list is whole, of `0-400:4%2` or a cut `1,3,...`."""
     listed, _, limit = text.partition("%")
     throttle = int(limit) if re.fullmatch(r"[0-9]{1,9}", limit) else None

@@ -15,16 +15,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.client import cluster_of
-from hpcrun.slurm.directives import partition_of
-from hpcrun.slurm.precheck import Finding
+from hpcrun.slurm.client import cluster_from_environment
+from hpcrun.slurm.directives import find_partition_spec
+from hpcrun.slurm.precheck import PrecheckFinding
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.resources import ResourcesSpec
-from hpcrun.specs.validation import problems_of
+from hpcrun.specs.validation import problems_of_validation_error
 from hpcrun.units import parse_memory, parse_time
 
-KEYS: dict[str, str] = {
+RESOURCE_KEY_OF_VARIABLE: dict[str, str] = {
     "SBATCH_ACCOUNT": "account",
     "SBATCH_PARTITION": "partition",
     "SBATCH_QOS": "qos",
@@ -42,7 +42,7 @@ KEYS: dict[str, str] = {
     "SBATCH_GRES": "gpus_per_node",
 }
 """What has a key under `resources`."""
-RAW: dict[str, str] = {
+OPTION_OF_VARIABLE: dict[str, str] = {
     "SBATCH_ACCTG_FREQ": "acctg-freq",
     "SBATCH_BATCH": "batch",
     "SBATCH_BURST_BUFFER": "bb",
@@ -75,7 +75,7 @@ _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
 """Of these Slurm takes one."""
 _OWN = "hpcrun sets this itself"
 _STEPS = "hpcrun starts the ranks itself, and this would change how"
-UNUSED: dict[str, str] = {
+REFUSED_VARIABLES: dict[str, str] = {
     "SBATCH_ARRAY_INX": "arrays come from `sweep` in the job",
     "SBATCH_CONTAINER": "containers come from `container` in the job",
     "SBATCH_CONTAINER_ID": "containers come from `container` in the job",
@@ -111,7 +111,7 @@ _GPUS = re.compile(r"(?:gres/)?(?:gpu(?::|$))?(?:(?P<kind>[A-Za-z][\w.-]*):)?(?P
 
 
 @dataclass(frozen=True)
-class Inputs:
+class SbatchInputs:
     """What the caller's environment asks of a job."""
 
     resources: Mapping[str, Any] = field(default_factory=dict)
@@ -123,13 +123,13 @@ class Inputs:
     by_key: Mapping[str, str] = field(default_factory=dict)
     """Which of them has said a key under `resources`."""
     notes: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[PrecheckFinding, ...] = ()
     """What contradicts the job or the profile."""
 
 
-def read_inputs(job: JobSpec, cluster: ClusterSpec | None, environ: Mapping[str, str]) -> Inputs:
+def read_sbatch_inputs(job: JobSpec, cluster: ClusterSpec | None, environ: Mapping[str, str]) -> SbatchInputs:
     """What SBATCH_* and SLURM_CLUSTERS mean for this job; UsageError where two of them name two clusters."""
-    reader = _Reader(job, cluster)
+    reader = _SbatchInputReader(job, cluster)
     in_job = "SLURM_JOB_ID" in environ
     # What the profile says of the other keys depends on the partition.
     for name, value in sorted(environ.items(), key=lambda pair: (pair[0] != "SBATCH_PARTITION", pair[0])):
@@ -137,13 +137,13 @@ def read_inputs(job: JobSpec, cluster: ClusterSpec | None, environ: Mapping[str,
         if name in _CLUSTER or not is_input or (in_job and name.startswith(_BY_SLURM)):
             continue
         reader.take(name, value.strip())
-    asked = cluster_of(environ)
+    asked = cluster_from_environment(environ)
     if asked is not None:
         reader.take_cluster(*asked)
     return reader.result()
 
 
-class _Reader:
+class _SbatchInputReader:
     """Takes one variable after the other."""
 
     def __init__(self, job: JobSpec, cluster: ClusterSpec | None) -> None:
@@ -155,23 +155,23 @@ class _Reader:
         self._sbatch: dict[str, Any] = {}
         self._slurm_cluster: str | None = None
         self._notes: list[str] = []
-        self._findings: list[Finding] = []
+        self._findings: list[PrecheckFinding] = []
 
-    def result(self) -> Inputs:
+    def result(self) -> SbatchInputs:
         resources = dict(self._resources)
         if self._sbatch:
             resources["sbatch"] = dict(self._job.resources.sbatch) | self._sbatch
         notes, findings = tuple(self._notes), tuple(self._findings)
-        return Inputs(resources, self._slurm_cluster, self._sources, self._by, notes, findings)
+        return SbatchInputs(resources, self._slurm_cluster, self._sources, self._by, notes, findings)
 
     def take(self, name: str, value: str) -> None:
-        if name in UNUSED:
-            self._notes.append(f"{name} is not used: {UNUSED[name]}")
-        elif name in RAW:
-            option = RAW[name]
+        if name in REFUSED_VARIABLES:
+            self._notes.append(f"{name} is not used: {REFUSED_VARIABLES[name]}")
+        elif name in OPTION_OF_VARIABLE:
+            option = OPTION_OF_VARIABLE[name]
             if option in _FLAGS or value:
                 self._take_raw(name, option, True if option in _FLAGS else value)
-        elif name not in KEYS:
+        elif name not in RESOURCE_KEY_OF_VARIABLE:
             self._notes.append(
                 f"{name} is not used: it is not known here; if it stands for an option of sbatch, give that"
                 " under resources.sbatch"
@@ -179,7 +179,7 @@ class _Reader:
         elif name == "SBATCH_GRES" and not re.search(r"(^|[,/])gpu(:|,|$)", value):
             self._take_raw(name, "gres", value)
         elif value or name == "SBATCH_EXCLUSIVE":
-            self._take_key(name, KEYS[name], value)
+            self._take_key(name, RESOURCE_KEY_OF_VARIABLE[name], value)
 
     def take_cluster(self, name: str, value: str) -> None:
         said = self._cluster.slurm_cluster if self._cluster else None
@@ -189,7 +189,9 @@ class _Reader:
         elif said != value:
             text = f"the profile {self._cluster.name if self._cluster else ''} is of the cluster {said}"
             self._findings.append(
-                Finding("cluster", f"{text}, but {name} is {value}; unset {name}, or name another profile")
+                PrecheckFinding(
+                    "cluster", f"{text}, but {name} is {value}; unset {name}, or name another profile"
+                )
             )
 
     def _use(self, name: str, value: str, shown: str) -> None:
@@ -203,32 +205,34 @@ class _Reader:
             self._refuse(key, str(error))
             return
         said, whose = self._said(key)
-        if said is None and key == "mem" and (rival := self._rival(key)):
-            self._refuse(key, _conflict(name, text, *rival))
+        if said is None and key == "mem" and (rival := self._competing_memory_request(key)):
+            self._refuse(key, _conflict_message(name, text, *rival))
         elif said is None:
             self._resources[key], self._by[key] = value, name
             resources = self._job.resources.model_copy(update={key: value})
             self._job = self._job.model_copy(update={"resources": resources})
             self._use(name, text, f"resources.{key}={value}")
-        elif not _same(key, said, value):
+        elif not _is_same_value(key, said, value):
             take = f"give resources.{key}={value}" if whose.startswith("the profile") else ""
-            self._refuse(key, _conflict(name, text, said, whose, take))
+            self._refuse(key, _conflict_message(name, text, said, whose, take))
 
     def _take_raw(self, name: str, option: str, value: str | bool) -> None:
         said, key = self._job.resources.sbatch.get(option), f"sbatch.{option}"
         whose = ""
         if said is None and option in self._sbatch:
             said, whose = self._sbatch[option], self._by[key]
-        rival = self._rival(option) if said is None else None
+        rival = self._competing_memory_request(option) if said is None else None
         if rival is not None:
             said, whose = rival
         if said is None and option not in self._job.resources.sbatch:
             self._sbatch[option], self._by[key] = value, name
             self._use(name, str(value), f"--{option}" + ("" if value is True else f"={value}"))
         elif str(said) != str(value):
-            self._refuse(key, _conflict(name, str(value), "left out" if said is None else said, whose))
+            self._refuse(
+                key, _conflict_message(name, str(value), "left out" if said is None else said, whose)
+            )
 
-    def _rival(self, option: str) -> tuple[Any, str] | None:
+    def _competing_memory_request(self, option: str) -> tuple[Any, str] | None:
         """Of the three requests for memory another one that is made already."""
         if option not in _MEMORY:
             return None
@@ -246,7 +250,7 @@ class _Reader:
             return value, self._by.get(key, "")
         if self._cluster is None:
             return None, ""
-        partition = partition_of(self._job, self._cluster)
+        partition = find_partition_spec(self._job, self._cluster)
         of_profile = {
             "account": self._cluster.account,
             "partition": self._cluster.default_partition,
@@ -272,7 +276,7 @@ class _Reader:
         try:
             ResourcesSpec.model_validate({key: value})
         except ValidationError as error:
-            (problem, *_) = problems_of(error, ResourcesSpec)
+            (problem, *_) = problems_of_validation_error(error, ResourcesSpec)
             raise UsageError(f"{name} is {text}: {problem.text}; unset {name}, or correct it") from None
         return value
 
@@ -280,7 +284,7 @@ class _Reader:
         """GPUs of a node, of a request for GPUs in any of Slurm's forms."""
         found, asked = _GPUS.fullmatch(text), self._job.resources
         kind = found["kind"] if found else None
-        partition = partition_of(self._job, self._cluster)
+        partition = find_partition_spec(self._job, self._cluster)
         if found is None or (kind and kind.lower() != str(partition.gpu_type).lower()):
             raise UsageError(
                 f"{name} is {text}, which cannot be said of a job here; unset {name}, and use"
@@ -297,16 +301,16 @@ class _Reader:
         return count // asked.all_nodes
 
     def _refuse(self, key: str, text: str) -> None:
-        self._findings.append(Finding(f"resources.{key}", text))
+        self._findings.append(PrecheckFinding(f"resources.{key}", text))
 
 
-def _conflict(name: str, value: str, said: Any, whose: str, instead: str = "") -> str:
+def _conflict_message(name: str, value: str, said: Any, whose: str, instead: str = "") -> str:
     who = f"{whose} says {said}" if whose else f"is {said}"
     remedy = f"unset {name}, or {instead or 'make the two the same'}"
     return f"{who}, but {name} in your environment is {value}; {remedy}"
 
 
-def _same(key: str, said: Any, value: Any) -> bool:
+def _is_same_value(key: str, said: Any, value: Any) -> bool:
     readers: dict[str, Callable[[Any], Any]] = {
         "time": lambda text: parse_time(text).seconds,
         "switches_wait": lambda text: parse_time(text).seconds,
@@ -317,6 +321,6 @@ def _same(key: str, said: Any, value: Any) -> bool:
     return bool(read(said) == read(value))
 
 
-def all_names() -> Iterator[str]:
+def known_input_variables() -> Iterator[str]:
     """Every variable that is known here."""
-    yield from (*KEYS, *RAW, *UNUSED, *_CLUSTER)
+    yield from (*RESOURCE_KEY_OF_VARIABLE, *OPTION_OF_VARIABLE, *REFUSED_VARIABLES, *_CLUSTER)

@@ -12,17 +12,17 @@ from typing import Any
 
 from hpcrun.slurm.ids import JobId, parse_job_id
 from hpcrun.slurm.output_formats import (
-    Fields,
-    inside,
-    number,
-    parse_json,
-    parse_records,
-    parse_table,
-    said,
-    string,
-    whole_number,
+    SlurmFields,
+    json_number,
+    json_string,
+    leading_integer,
+    nested_value,
+    parse_json_objects,
+    parse_key_value_records,
+    parse_slurm_table,
+    text_or_empty,
 )
-from hpcrun.slurm.states import UNKNOWN, JobState, Reason, parse_reason, parse_state
+from hpcrun.slurm.states import UNKNOWN, JobState, PendingReason, parse_job_state, parse_pending_reason
 from hpcrun.units import parse_slurm_time
 
 _COMMAND = "command="
@@ -54,7 +54,7 @@ class JobRecord:
 
     id: JobId
     state: JobState
-    reason: Reason
+    reason: PendingReason
     name: str = ""
     partition: str = ""
     nodes: str = ""
@@ -71,7 +71,7 @@ class JobRecord:
     stdout: str = ""
     command: str = ""
     """The batch script, or the line that submitted it."""
-    fields: Fields = field(default_factory=dict, repr=False, compare=False)
+    fields: SlurmFields = field(default_factory=dict, repr=False, compare=False)
     """All that the command printed about the job, under the command's own names."""
 
     def is_of(self, run: str) -> bool:
@@ -84,7 +84,7 @@ class JobRecord:
 
 def parse_squeue(text: str) -> list[JobRecord]:
     """squeue's jobs: asked for with SQUEUE_FORMAT, or in one of its own tables (default, -l, --start)."""
-    table = parse_table(text, "JOBID")
+    table = parse_slurm_table(text, "JOBID")
     rows = [_table_fields(row) for row in table] or list(_delimited(text))
     return [record for row in rows if (record := _from_squeue(row)) is not None]
 
@@ -110,7 +110,7 @@ def _table_fields(row: dict[str, str]) -> dict[str, str]:
     return {**row, "STATE": row.get("STATE", row.get("ST", "")), **about}
 
 
-def _from_squeue(row: Fields) -> JobRecord | None:
+def _from_squeue(row: SlurmFields) -> JobRecord | None:
     found = parse_job_id(row["JOBID"])
     if found is None:
         return None
@@ -119,22 +119,22 @@ def _from_squeue(row: Fields) -> JobRecord | None:
     limit = parse_slurm_time(row.get("TIME_LIMI", ""))
     return JobRecord(
         id=dataclasses.replace(found, cluster=cluster) if cluster else found,
-        state=parse_state(row.get("STATE", "")),
-        reason=parse_reason(row.get("REASON", "")),
+        state=parse_job_state(row.get("STATE", "")),
+        reason=parse_pending_reason(row.get("REASON", "")),
         name=row.get("NAME", ""),
         partition=row.get("PARTITION", ""),
-        nodes=said(row.get("NODELIST", "")),
-        start=said(row.get("START_TIME", "")),
+        nodes=text_or_empty(row.get("NODELIST", "")),
+        start=text_or_empty(row.get("START_TIME", "")),
         elapsed_s=elapsed,
         limit_s=limit if elapsed is None or left is None else elapsed + left,
-        command=said(row.get("COMMAND", "")),
+        command=text_or_empty(row.get("COMMAND", "")),
         fields=row,
     )
 
 
 def parse_scontrol_jobs(text: str) -> list[JobRecord]:
     """The records of `scontrol show job` (without -o)."""
-    records = parse_records(text, "JobId")
+    records = parse_key_value_records(text, "JobId")
     return [record for fields in records if (record := _from_scontrol(fields)) is not None]
 
 
@@ -151,20 +151,20 @@ def _from_scontrol(fields: dict[str, str]) -> JobRecord | None:
     exit_code, signal = _exit(fields.get("ExitCode", ""))
     return JobRecord(
         id=found,
-        state=parse_state(fields.get("JobState", "")),
-        reason=parse_reason(fields.get("Reason", "")),
+        state=parse_job_state(fields.get("JobState", "")),
+        reason=parse_pending_reason(fields.get("Reason", "")),
         name=fields.get("JobName", ""),
-        partition=said(fields.get("Partition", "")),
-        nodes=said(fields.get("NodeList", "")),
-        start=said(fields.get("StartTime", "")),
-        end=said(fields.get("EndTime", "")),
+        partition=text_or_empty(fields.get("Partition", "")),
+        nodes=text_or_empty(fields.get("NodeList", "")),
+        start=text_or_empty(fields.get("StartTime", "")),
+        end=text_or_empty(fields.get("EndTime", "")),
         elapsed_s=parse_slurm_time(fields.get("RunTime", "")),
         limit_s=parse_slurm_time(fields.get("TimeLimit", "")),
         exit_code=exit_code,
         signal=signal,
-        restarts=whole_number(fields.get("Restarts", "")),
-        stdout=said(fields.get("StdOut", "")),
-        command=said(fields.get("Command", "")),
+        restarts=leading_integer(fields.get("Restarts", "")),
+        stdout=text_or_empty(fields.get("StdOut", "")),
+        command=text_or_empty(fields.get("Command", "")),
         fields=fields,
     )
 
@@ -199,19 +199,19 @@ def _from_sacct(row: dict[str, str]) -> JobRecord | None:
     raw = row.get("ElapsedRaw", "")
     return JobRecord(
         id=dataclasses.replace(found, cluster=cluster) if cluster else found,
-        state=parse_state(row.get("State", "")),
-        reason=parse_reason(row.get("Reason", "")),
+        state=parse_job_state(row.get("State", "")),
+        reason=parse_pending_reason(row.get("Reason", "")),
         name=row.get("JobName", ""),
-        partition=said(row.get("Partition", "")),
-        nodes=said(row.get("NodeList", "")),
-        start=said(row.get("Start", "")),
-        end=said(row.get("End", "")),
-        elapsed_s=whole_number(raw) if raw else parse_slurm_time(row.get("Elapsed", "")),
+        partition=text_or_empty(row.get("Partition", "")),
+        nodes=text_or_empty(row.get("NodeList", "")),
+        start=text_or_empty(row.get("Start", "")),
+        end=text_or_empty(row.get("End", "")),
+        elapsed_s=leading_integer(raw) if raw else parse_slurm_time(row.get("Elapsed", "")),
         limit_s=parse_slurm_time(row.get("TimelimitRaw", row.get("Timelimit", ""))),
         exit_code=exit_code,
         signal=signal,
-        restarts=whole_number(row.get("Restarts", "")),
-        command=said(row.get("SubmitLine", "")),
+        restarts=leading_integer(row.get("Restarts", "")),
+        command=text_or_empty(row.get("SubmitLine", "")),
         fields=row,
     )
 
@@ -221,7 +221,7 @@ def parse_jobs_json(text: str) -> list[JobRecord]:
 
     The text formats are smaller and change less: ask for those where there is a choice.
     """
-    return [record for job in parse_json(text, "jobs") if (record := _from_json(job)) is not None]
+    return [record for job in parse_json_objects(text, "jobs") if (record := _from_json(job)) is not None]
 
 
 def _from_json(job: dict[str, Any]) -> JobRecord | None:
@@ -229,33 +229,33 @@ def _from_json(job: dict[str, Any]) -> JobRecord | None:
     if found is None:
         return None
     state = job.get("job_state")
-    limit, raw_exit = number(job.get("time_limit")), job.get("exit_code")
-    exit_code, signal = inside(raw_exit, "return_code"), inside(raw_exit, "signal", "id")
+    limit, raw_exit = json_number(job.get("time_limit")), job.get("exit_code")
+    exit_code, signal = nested_value(raw_exit, "return_code"), nested_value(raw_exit, "signal", "id")
     if isinstance(raw_exit, int):  # a wait status, until v0.0.39
         exit_code, signal = raw_exit >> 8, raw_exit & 0x7F
-    restarts = number(job.get("restart_cnt"))
+    restarts = json_number(job.get("restart_cnt"))
     return JobRecord(
         id=found,
-        state=parse_state(state if isinstance(state, list) else string(state) or UNKNOWN),
-        reason=parse_reason(string(job.get("state_reason"))),
-        name=string(job.get("name")),
-        partition=string(job.get("partition")),
-        nodes=said(string(job.get("nodes"))),
+        state=parse_job_state(state if isinstance(state, list) else json_string(state) or UNKNOWN),
+        reason=parse_pending_reason(json_string(job.get("state_reason"))),
+        name=json_string(job.get("name")),
+        partition=json_string(job.get("partition")),
+        nodes=text_or_empty(json_string(job.get("nodes"))),
         start=_clock(job.get("start_time")),
         end=_clock(job.get("end_time")),
         limit_s=None if limit is None else limit * 60,
-        exit_code=_whole(number(exit_code)),
-        signal=_whole(number(signal)),
+        exit_code=_whole(json_number(exit_code)),
+        signal=_whole(json_number(signal)),
         restarts=_whole(restarts),
-        stdout=string(job.get("stdout_expanded")) or string(job.get("standard_output")),
+        stdout=json_string(job.get("stdout_expanded")) or json_string(job.get("standard_output")),
         fields={key: value for key, value in job.items() if isinstance(value, str)},
     )
 
 
 def _json_id(job: dict[str, Any]) -> JobId | None:
-    own, array = _whole(number(job.get("job_id"))), _whole(number(job.get("array_job_id")))
-    element, listed = _whole(number(job.get("array_task_id"))), string(job.get("array_task_string"))
-    het, offset = _whole(number(job.get("het_job_id"))), _whole(number(job.get("het_job_offset")))
+    own, array = _whole(json_number(job.get("job_id"))), _whole(json_number(job.get("array_job_id")))
+    element, listed = _whole(json_number(job.get("array_task_id"))), json_string(job.get("array_task_string"))
+    het, offset = _whole(json_number(job.get("het_job_id"))), _whole(json_number(job.get("het_job_offset")))
     text = str(own)
     if array and element is not None:
         text = f"{array}_{element}"
@@ -263,7 +263,7 @@ def _json_id(job: dict[str, Any]) -> JobId | None:
         text = f"{array}_[{listed}]"
     elif het:
         text = f"{het}+{offset}"
-    found, cluster = parse_job_id(text), string(job.get("cluster"))
+    found, cluster = parse_job_id(text), json_string(job.get("cluster"))
     return dataclasses.replace(found, cluster=cluster) if found else None
 
 
@@ -273,7 +273,7 @@ def _whole(value: float | None) -> int | None:
 
 def _clock(value: Any) -> str:
     """Seconds since 1970 as Slurm prints them; 0 means not yet."""
-    seconds = _whole(number(value))
+    seconds = _whole(json_number(value))
     try:
         return datetime.fromtimestamp(seconds).isoformat() if seconds else ""
     except (ValueError, OverflowError, OSError):

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpcrun.slurm.output_formats import parse_records, said, whole_number
-from hpcrun.slurm.versions import Version, parse_version
+from hpcrun.slurm.output_formats import leading_integer, parse_key_value_records, text_or_empty
+from hpcrun.slurm.versions import SlurmVersion, parse_slurm_version
 from hpcrun.units import parse_slurm_memory, parse_slurm_time
 
 _CONFIG_LINE = re.compile(r"([A-Za-z][\w()/-]*)\s*=\s?(.*)")
@@ -43,38 +43,38 @@ class Partition:
 
 def parse_partitions(text: str) -> list[Partition]:
     """The partitions of `scontrol show partition`, with -o or without."""
-    return [_partition(fields) for fields in parse_records(text, "PartitionName")]
+    return [_parse_partition(fields) for fields in parse_key_value_records(text, "PartitionName")]
 
 
-def _partition(fields: dict[str, str]) -> Partition:
+def _parse_partition(fields: dict[str, str]) -> Partition:
     nodes, memory = fields.get("MaxNodes", ""), fields.get("MaxMemPerNode", "")
-    total, limit = whole_number(fields.get("TotalNodes", "")), parse_slurm_memory(memory)
+    total, limit = leading_integer(fields.get("TotalNodes", "")), parse_slurm_memory(memory)
     counted = re.search(r"(?:^|,)mem=([^,]+)", fields.get("TRES", ""))
     all_memory = parse_slurm_memory(counted[1]) if counted else None
     return Partition(
         name=fields["PartitionName"],
-        nodes=said(fields.get("Nodes", "")),
+        nodes=text_or_empty(fields.get("Nodes", "")),
         is_default=fields.get("Default") == "YES",
-        state=said(fields.get("State", "")) or "unknown",
+        state=text_or_empty(fields.get("State", "")) or "unknown",
         max_time_s=parse_slurm_time(fields.get("MaxTime", "")),
         default_time_s=parse_slurm_time(fields.get("DefaultTime", "")),
-        max_nodes=math.inf if nodes == "UNLIMITED" else whole_number(nodes),
+        max_nodes=math.inf if nodes == "UNLIMITED" else leading_integer(nodes),
         total_nodes=total,
-        total_cpus=whole_number(fields.get("TotalCPUs", "")),
+        total_cpus=leading_integer(fields.get("TotalCPUs", "")),
         max_memory_per_node_mib=math.inf if memory == "UNLIMITED" else limit.mib if limit else None,
         node_memory_mib=all_memory.mib // total if all_memory and total else None,
         exclusive=fields.get("OverSubscribe", "").startswith("EXCLUSIVE"),
-        preempt_mode=said(fields.get("PreemptMode", "")),
-        topology=said(fields.get("Topology", "")),
+        preempt_mode=text_or_empty(fields.get("PreemptMode", "")),
+        topology=text_or_empty(fields.get("Topology", "")),
         fields=fields,
     )
 
 
 @dataclass(frozen=True)
-class Configuration:
+class SlurmConfiguration:
     """What `scontrol show config` says that concerns jobs; None where it does not say."""
 
-    version: Version | None = None
+    version: SlurmVersion | None = None
     cluster: str = ""
     max_array_size: int | None = None
     """Bounds the index of an element: the highest is one less."""
@@ -89,27 +89,29 @@ class Configuration:
     values: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
 
-def parse_config(text: str) -> Configuration:
+def parse_slurm_configuration(text: str) -> SlurmConfiguration:
     """The `Key = value` lines of `scontrol show config`."""
     lines = (_CONFIG_LINE.fullmatch(line.strip()) for line in text.splitlines())
     values = {match[1]: match[2].strip() for match in lines if match}
     requeue, storage = values.get("JobRequeue", ""), values.get("AccountingStorageType")
     preempt = values.get("PreemptParameters")
-    return Configuration(
-        version=parse_version(values.get("SLURM_VERSION", "")),
-        cluster=said(values.get("ClusterName", "")),
-        max_array_size=whole_number(values.get("MaxArraySize", "")),
-        kill_wait_s=whole_number(values.get("KillWait", "")),
+    return SlurmConfiguration(
+        version=parse_slurm_version(values.get("SLURM_VERSION", "")),
+        cluster=text_or_empty(values.get("ClusterName", "")),
+        max_array_size=leading_integer(values.get("MaxArraySize", "")),
+        kill_wait_s=leading_integer(values.get("KillWait", "")),
         requeue={"0": False, "1": True}.get(requeue),
         sends_user_signal=None if preempt is None else "send_user_signal" in preempt,
         # 25.11 prints (null) where there is none, 22.05 accounting_storage/none.
-        accounting=None if storage is None else said(storage.removeprefix("accounting_storage/")) != "",
-        mpi_default=said(values.get("MpiDefault", "")),
-        topology=said(values.get("TopologyPlugin", "").removeprefix("topology/")),
+        accounting=None
+        if storage is None
+        else text_or_empty(storage.removeprefix("accounting_storage/")) != "",
+        mpi_default=text_or_empty(values.get("MpiDefault", "")),
+        topology=text_or_empty(values.get("TopologyPlugin", "").removeprefix("topology/")),
         values=values,
     )
 
 
-def takes_gpu_family(select: str) -> bool:
+def accepts_gpu_options(select: str) -> bool:
     """Whether a Slurm with this SelectType takes --gpus and its kin, which belong to one plugin alone."""
     return select.removeprefix("select/") == "cons_tres"

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hpcrun.slurm.output_formats import (
-    inside,
-    number,
-    parse_json,
-    parse_records,
-    parse_table,
-    said,
-    string,
-    whole_number,
+    json_number,
+    json_string,
+    leading_integer,
+    nested_value,
+    parse_json_objects,
+    parse_key_value_records,
+    parse_slurm_table,
+    text_or_empty,
 )
 from hpcrun.slurm.states import UNKNOWN
 from hpcrun.units import parse_slurm_memory
@@ -141,7 +141,7 @@ def parse_gpus(text: str) -> tuple[int, str]:
 
 def parse_scontrol_nodes(text: str) -> list[NodeRecord]:
     """The nodes of `scontrol show node`, with -o or without."""
-    return [_from_scontrol(fields) for fields in parse_records(text, "NodeName")]
+    return [_from_scontrol(fields) for fields in parse_key_value_records(text, "NodeName")]
 
 
 def _from_scontrol(fields: dict[str, str]) -> NodeRecord:
@@ -151,20 +151,20 @@ def _from_scontrol(fields: dict[str, str]) -> NodeRecord:
         name=fields["NodeName"],
         state=parse_node_state(fields.get("State", "")),
         partitions=_names(fields.get("Partitions", "")),
-        cpus=whole_number(fields.get("CPUTot", "")),
+        cpus=leading_integer(fields.get("CPUTot", "")),
         memory_mib=memory.mib if memory else None,
         gpus=gpus if "Gres" in fields else None,
         gpu_type=kind,
         features=_names(fields.get("ActiveFeatures", fields.get("AvailableFeatures", ""))),
-        reason=said(fields.get("Reason", "")),
-        address=said(fields.get("NodeAddr", "")),
-        version=said(fields.get("Version", "")),
-        reservation=said(fields.get("ReservationName", "")),
+        reason=text_or_empty(fields.get("Reason", "")),
+        address=text_or_empty(fields.get("NodeAddr", "")),
+        version=text_or_empty(fields.get("Version", "")),
+        reservation=text_or_empty(fields.get("ReservationName", "")),
     )
 
 
 def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in said(text).split(",") if name.strip())
+    return tuple(name.strip() for name in text_or_empty(text).split(",") if name.strip())
 
 
 def parse_sinfo(text: str, layout: str = SINFO_FORMAT) -> list[NodeRecord]:
@@ -172,7 +172,7 @@ def parse_sinfo(text: str, layout: str = SINFO_FORMAT) -> list[NodeRecord]:
     letters = [part.strip().lstrip("%.0123456789") for part in layout.split("|")]
     lines = (line.split("|", len(letters) - 1) for line in text.splitlines())
     rows = (dict(zip(letters, line, strict=True)) for line in lines if len(line) == len(letters))
-    return _gathered(_from_sinfo(row) for row in rows if row.get("N"))
+    return _merge_by_node(_from_sinfo(row) for row in rows if row.get("N"))
 
 
 def _from_sinfo(row: dict[str, str]) -> NodeRecord:
@@ -182,16 +182,16 @@ def _from_sinfo(row: dict[str, str]) -> NodeRecord:
         name=row["N"],
         state=parse_node_state(row.get("T", row.get("t", ""))),
         partitions=_names(row.get("P", "").rstrip("*")),
-        cpus=whole_number(row.get("c", "")),
+        cpus=leading_integer(row.get("c", "")),
         memory_mib=memory.mib if memory else None,
         gpus=gpus if "G" in row else None,
         gpu_type=kind,
         features=_names(row.get("f", "")),
-        reason=said(row.get("E", "")),
+        reason=text_or_empty(row.get("E", "")),
     )
 
 
-def _gathered(records: Iterable[NodeRecord]) -> list[NodeRecord]:
+def _merge_by_node(records: Iterable[NodeRecord]) -> list[NodeRecord]:
     """One record a node: sinfo prints a node once for each of its partitions."""
     nodes: dict[str, NodeRecord] = {}
     for record in records:
@@ -212,13 +212,13 @@ class NodeGroup(NamedTuple):
 
 def parse_sinfo_table(text: str) -> list[NodeGroup]:
     """The rows of plain `sinfo` and of `sinfo -R`."""
-    rows = [*parse_table(text, "PARTITION"), *parse_table(text, "REASON")]
+    rows = [*parse_slurm_table(text, "PARTITION"), *parse_slurm_table(text, "REASON")]
     return [
         NodeGroup(
-            said(row.get("NODELIST", "")),
+            text_or_empty(row.get("NODELIST", "")),
             parse_node_state(row.get("STATE", "")),
             row.get("PARTITION", "").rstrip("*"),
-            said(row.get("REASON", "")),
+            text_or_empty(row.get("REASON", "")),
         )
         for row in rows
     ]
@@ -229,26 +229,26 @@ def parse_nodes_json(text: str) -> list[NodeRecord]:
 
     The text formats are smaller and change less: ask for those where there is a choice.
     """
-    nodes = [_from_json(node) for node in parse_json(text, "nodes") if string(node.get("name"))]
-    groups = (record for group in parse_json(text, "sinfo") for record in _from_group(group))
-    return [*nodes, *_gathered(groups)]
+    nodes = [_from_json(node) for node in parse_json_objects(text, "nodes") if json_string(node.get("name"))]
+    groups = (record for group in parse_json_objects(text, "sinfo") for record in _from_group(group))
+    return [*nodes, *_merge_by_node(groups)]
 
 
 def _json_names(value: Any) -> tuple[str, ...]:
-    return tuple(str(name) for name in value) if isinstance(value, list) else _names(string(value))
+    return tuple(str(name) for name in value) if isinstance(value, list) else _names(json_string(value))
 
 
 def _json_int(value: Any) -> int | None:
-    found = number(value)
+    found = json_number(value)
     return int(found) if found is not None and 0 <= found < float("inf") else None
 
 
 def _from_json(node: dict[str, Any]) -> NodeRecord:
     state, flags = node.get("state"), node.get("state_flags")
-    words = [str(word) for word in (state if isinstance(state, list) else [string(state)])]
-    gpus, kind = parse_gpus(string(node.get("gres")))
+    words = [str(word) for word in (state if isinstance(state, list) else [json_string(state)])]
+    gpus, kind = parse_gpus(json_string(node.get("gres")))
     return NodeRecord(
-        name=string(node.get("name")),
+        name=json_string(node.get("name")),
         state=parse_node_state([*words, *(flags if isinstance(flags, list) else [])]),
         partitions=_json_names(node.get("partitions")),
         cpus=_json_int(node.get("cpus")),
@@ -256,10 +256,10 @@ def _from_json(node: dict[str, Any]) -> NodeRecord:
         gpus=gpus if "gres" in node else None,
         gpu_type=kind,
         features=_json_names(node.get("active_features")),
-        reason=string(node.get("reason")),
-        address=string(node.get("address")),
-        version=string(node.get("version")) or string(node.get("slurmd_version")),
-        reservation=string(node.get("reservation")),
+        reason=json_string(node.get("reason")),
+        address=json_string(node.get("address")),
+        version=json_string(node.get("version")) or json_string(node.get("slurmd_version")),
+        reservation=json_string(node.get("reservation")),
     )
 
 
@@ -267,20 +267,23 @@ def _from_group(group: dict[str, Any]) -> Iterator[NodeRecord]:
     """sinfo since 23.02 prints groups of like nodes; a number told as a range is known if both ends agree."""
 
     def same(*keys: str) -> int | None:
-        low, high = _json_int(inside(group, *keys, "minimum")), _json_int(inside(group, *keys, "maximum"))
+        low, high = (
+            _json_int(nested_value(group, *keys, "minimum")),
+            _json_int(nested_value(group, *keys, "maximum")),
+        )
         return low if low == high else None
 
-    gpus, kind = parse_gpus(string(inside(group, "gres", "total")))
-    state = inside(group, "node", "state")
-    for name in _json_names(inside(group, "nodes", "nodes")):
+    gpus, kind = parse_gpus(json_string(nested_value(group, "gres", "total")))
+    state = nested_value(group, "node", "state")
+    for name in _json_names(nested_value(group, "nodes", "nodes")):
         yield NodeRecord(
             name=name,
-            state=parse_node_state(state if isinstance(state, list) else string(state)),
-            partitions=_json_names(inside(group, "partition", "name")),
+            state=parse_node_state(state if isinstance(state, list) else json_string(state)),
+            partitions=_json_names(nested_value(group, "partition", "name")),
             cpus=same("cpus"),
             memory_mib=same("memory"),
-            gpus=gpus if inside(group, "gres") is not None else None,
+            gpus=gpus if nested_value(group, "gres") is not None else None,
             gpu_type=kind,
-            features=_json_names(inside(group, "features", "active")),
-            reason=string(inside(group, "reason", "description")),
+            features=_json_names(nested_value(group, "features", "active")),
+            reason=json_string(nested_value(group, "reason", "description")),
         )

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-Fields = Mapping[str, str]
+SlurmFields = Mapping[str, str]
 
 _KEY = re.compile(r"(?:^|\s)([A-Z][A-Za-z0-9/:_]*)=")
 _PATHS = {"Command", "SubmitLine", "WorkDir", "StdErr", "StdIn", "StdOut"}
@@ -32,19 +32,19 @@ _COLUMN = {
 """The columns whose text may hold blanks, and those whose look tells where such a text ends."""
 
 
-def said(text: str) -> str:
+def text_or_empty(text: str) -> str:
     """The text, empty where it is one of Slurm's words for nothing."""
     text = text.strip()
     return "" if text.lower() in _NOTHING else text
 
 
-def whole_number(text: str) -> int | None:
+def leading_integer(text: str) -> int | None:
     """The number at the beginning, as in `64000+` and `1-1`; None where there is none."""
     match = re.match(r"\s*([0-9]{1,18})(?![\d.])", text)
     return int(match[1]) if match else None
 
 
-def parse_records(text: str, key: str) -> list[dict[str, str]]:
+def parse_key_value_records(text: str, key: str) -> list[dict[str, str]]:
     """scontrol's records, each from a line that begins with `key=` over its indented lines.
 
     The first mention of a field counts: what a job name or a reason holds cannot set another field, as long
@@ -71,7 +71,7 @@ def _fields(line: str, to_the_end: set[str]) -> list[tuple[str, str]]:
     return fields
 
 
-def parse_table(text: str, first: str) -> list[dict[str, str]]:
+def parse_slurm_table(text: str, first: str) -> list[dict[str, str]]:
     """The rows under a header that begins with the column `first`; what looks like no row is left out."""
     rows: list[dict[str, str]] = []
     columns: list[str] = []
@@ -87,25 +87,25 @@ def parse_table(text: str, first: str) -> list[dict[str, str]]:
     return rows
 
 
-def parse_json(text: str, *keys: str) -> list[dict[str, Any]]:
+def parse_json_objects(text: str, *keys: str) -> list[dict[str, Any]]:
     """The objects listed under the first of these keys that is there; empty for text that is no such JSON."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
         return []
-    lists = (inside(document, key) for key in keys)
+    lists = (nested_value(document, key) for key in keys)
     listed = next((items for items in lists if isinstance(items, list)), [])
     return [item for item in listed if isinstance(item, dict)]
 
 
-def inside(value: Any, *keys: str) -> Any:
+def nested_value(value: Any, *keys: str) -> Any:
     """What stands below these keys, None where the way breaks off."""
     for key in keys:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
 
-def number(value: Any) -> float | None:
+def json_number(value: Any) -> float | None:
     """A JSON number in either shape, plain or {set, infinite, number}; None where it is not set."""
     if isinstance(value, dict):
         if value.get("infinite") is True:
@@ -114,6 +114,6 @@ def number(value: Any) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def string(value: Any) -> str:
+def json_string(value: Any) -> str:
     """A JSON text, empty for anything else."""
     return value if isinstance(value, str) else ""

@@ -12,8 +12,8 @@ from pathlib import Path
 from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.local_identity import expand_path
 from hpcrun.slurm.cluster_state import LiveCluster
-from hpcrun.slurm.directives import GPU_FAMILY, gpus_of, partition_of
-from hpcrun.slurm.limits import Partition, takes_gpu_family
+from hpcrun.slurm.directives import GPU_FAMILY, find_partition_spec, requested_gpus_per_node
+from hpcrun.slurm.limits import Partition, accepts_gpu_options
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec
@@ -28,7 +28,7 @@ _FEATURE = re.compile(r"[A-Za-z_][\w.:-]*")
 
 
 @dataclass(frozen=True)
-class Finding:
+class PrecheckFinding:
     """Something that a person should know: with `refuse` the job cannot run as it was asked for."""
 
     key: str
@@ -37,7 +37,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class _Limits:
+class _PartitionLimits:
     """A partition as the live Slurm tells it, or else the profile; None and math.inf: no limit is known."""
 
     name: str
@@ -52,23 +52,25 @@ class _Limits:
     nodes: tuple[NodeRecord, ...] = ()
 
 
-def _known(value: float | None) -> float:
+def _known_or_infinite(value: float | None) -> float:
     return math.inf if value is None else value
 
 
-def _limits(name: str, profile: PartitionSpec | None, live: LiveCluster | None) -> _Limits:
+def _partition_limits(name: str, profile: PartitionSpec | None, live: LiveCluster | None) -> _PartitionLimits:
     spec = profile or PartitionSpec()
-    shown = _partition(name, live) or Partition(name)
+    shown = _live_partition(name, live) or Partition(name)
     nodes = tuple(live.nodes_of(name)) if live else ()
     profile_time = parse_time(spec.max_time).seconds if spec.max_time else math.inf
     profile_memory = (parse_memory(spec.mem_per_node) if spec.mem_per_node else 0) or math.inf
-    return _Limits(
+    return _PartitionLimits(
         name=name,
         max_time_s=profile_time if shown.max_time_s is None else shown.max_time_s,
         default_time_s=shown.default_time_s,
-        max_nodes=_known(spec.max_nodes if shown.max_nodes is None else shown.max_nodes),
-        total_nodes=_known(shown.total_nodes),
-        max_memory_mib=min(_known(shown.max_memory_per_node_mib), math.inf if nodes else profile_memory),
+        max_nodes=_known_or_infinite(spec.max_nodes if shown.max_nodes is None else shown.max_nodes),
+        total_nodes=_known_or_infinite(shown.total_nodes),
+        max_memory_mib=min(
+            _known_or_infinite(shown.max_memory_per_node_mib), math.inf if nodes else profile_memory
+        ),
         cpus=None if nodes else spec.cpus_per_node,
         gpus=None if nodes else spec.gpus_per_node,
         state=shown.state,
@@ -76,38 +78,47 @@ def _limits(name: str, profile: PartitionSpec | None, live: LiveCluster | None) 
     )
 
 
-def _partition(name: str, live: LiveCluster | None) -> Partition | None:
+def _live_partition(name: str, live: LiveCluster | None) -> Partition | None:
     return next((one for one in live.partitions if one.name == name), None) if live else None
 
 
-def check_fit(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> list[Finding]:
+def check_partition_fit(
+    job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None
+) -> list[PrecheckFinding]:
     """Whether the job fits a partition, as far as the live Slurm and the profile tell.
 
     Several partitions may be named; the job fits when one of them takes it. A QOS or a reservation may lift
     a partition's limits, so with one of these they are told and not refused.
     """
-    names, found = _asked_partitions(job, cluster, live)
+    names, found = _requested_partitions(job, cluster, live)
     if live and live.nodes and job.resources.nodelist:
         known = {node.name for node in live.nodes}
         gone = [node for node in expand_hosts(job.resources.nodelist) if node not in known]
-        found += [Finding("resources.nodelist", f"{fold_hosts(gone)}: no such node here")] if gone else []
-    if not counts_memory(job, cluster, live):
+        found += (
+            [PrecheckFinding("resources.nodelist", f"{fold_hosts(gone)}: no such node here")] if gone else []
+        )
+    if not schedules_memory(job, cluster, live):
         job = job.model_copy(update={"resources": job.resources.model_copy(update={"mem": None})})
     profiles = cluster.partitions if cluster else {}
     verdicts = []
     for name in names:
-        limits = _limits(name, profiles.get(name), live)
+        limits = _partition_limits(name, profiles.get(name), live)
         lifted = job.resources.reservation or job.resources.qos or (profiles.get(name) or PartitionSpec()).qos
         verdicts.append(
-            [*_over(job, limits, refuse=not lifted), *_too_large(job, limits, gpus_of(job, cluster))]
+            [
+                *_check_policy(job, limits, refuse=not lifted),
+                *_check_node_sizes(job, limits, requested_gpus_per_node(job, cluster)),
+            ]
         )
     fits = [verdict for verdict in verdicts if not any(one.refuse for one in verdict)]
     return found + (fits or verdicts or [[]])[0]
 
 
-def check_gpus(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> Iterator[Finding]:
+def check_gpus(
+    job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None
+) -> Iterator[PrecheckFinding]:
     """Whether GPUs are asked for in a way that this Slurm takes, and that gives every node its own."""
-    count, style = gpus_of(job, cluster), cluster.gpus if cluster else GpuSpec()
+    count, style = requested_gpus_per_node(job, cluster), cluster.gpus if cluster else GpuSpec()
     if not count or style.request == "none":
         return
     where, key = (
@@ -115,39 +126,41 @@ def check_gpus(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | No
         "resources.gpus_per_node",
     )
     select = live.config.values.get("SelectType", "") if live else ""
-    if select and style.request in GPU_FAMILY and not takes_gpu_family(select):
+    if select and style.request in GPU_FAMILY and not accepts_gpu_options(select):
         text = f"{where} asks with --{style.request}, and this Slurm ({select}) takes --gres alone"
-        yield Finding(key, f"{text}; set gpus.request: gres in a profile")
+        yield PrecheckFinding(key, f"{text}; set gpus.request: gres in a profile")
     nodes = job.resources.all_nodes
     if style.request == "gpus" and nodes > 1 and not _is_exclusive(job, cluster):
         text = f"{where} asks with --gpus, and Slurm may share the {count * nodes} out unevenly among {nodes}"
         text += " nodes; use gpus-per-node or gres there, or exclusive nodes"
-        yield Finding(key, text, refuse=False)
+        yield PrecheckFinding(key, text, refuse=False)
     if style.request == "gpus-per-task" and style.bind != "none" and job.ranks_per_node > 1:
         text = f"{where} asks with --gpus-per-task, so ranks do not see the GPUs of their neighbours"
-        yield Finding(key, f"{text}, and NCCL may fall back to slow paths; set gpus.bind: none", refuse=False)
-    kind = partition_of(job, cluster).gpu_type if style.typed else None
+        yield PrecheckFinding(
+            key, f"{text}, and NCCL may fall back to slow paths; set gpus.bind: none", refuse=False
+        )
+    kind = find_partition_spec(job, cluster).gpu_type if style.typed else None
     there = {node.gpu_type for node in live.nodes if node.gpu_type} if live else set()
     if kind and there and kind.lower() not in {one.lower() for one in there}:
         text = f"{where} asks for GPUs of type {kind}, Slurm knows {', '.join(sorted(there))}"
-        yield Finding(key, f"{text}; correct gpu_type there")
+        yield PrecheckFinding(key, f"{text}; correct gpu_type there")
 
 
 def _is_exclusive(job: JobSpec, cluster: ClusterSpec | None) -> bool:
     asked = job.resources.exclusive
-    return partition_of(job, cluster).exclusive if asked is None else asked
+    return find_partition_spec(job, cluster).exclusive if asked is None else asked
 
 
-def counts_memory(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> bool:
+def schedules_memory(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> bool:
     """Whether a job may ask for memory: where no memory is configured, nodes count as having next to none."""
-    shown = [_partition(name, live) for name in _asked_partitions(job, cluster, live)[0]]
+    shown = [_live_partition(name, live) for name in _requested_partitions(job, cluster, live)[0]]
     amounts = [one.node_memory_mib for one in shown if one and one.node_memory_mib is not None]
     return not amounts or max(amounts) >= _COUNTED_MIB
 
 
-def _asked_partitions(
+def _requested_partitions(
     job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None
-) -> tuple[list[str], list[Finding]]:
+) -> tuple[list[str], list[PrecheckFinding]]:
     """The partitions that the job may come into, and what is wrong with their names."""
     asked = job.resources.partition or (cluster.default_partition if cluster else None)
     there = [one.name for one in live.partitions] if live else list(cluster.partitions) if cluster else []
@@ -158,61 +171,65 @@ def _asked_partitions(
     text = "{} is no partition of {}; there are: {}"
     where = "this cluster" if live else f"the profile {cluster.name if cluster else ''}"
     findings = [
-        Finding("resources.partition", text.format(name, where, ", ".join(there)), refuse=live is not None)
+        PrecheckFinding(
+            "resources.partition", text.format(name, where, ", ".join(there)), refuse=live is not None
+        )
         for name in absent
     ]
     return [name for name in names if name not in absent], findings
 
 
-def _over(job: JobSpec, limits: _Limits, *, refuse: bool) -> Iterator[Finding]:
+def _check_policy(job: JobSpec, limits: _PartitionLimits, *, refuse: bool) -> Iterator[PrecheckFinding]:
     """What a policy of the partition forbids."""
     asked, where = job.resources, f"partition {limits.name}"
     if asked.time is not None:
         seconds = parse_time(asked.time).seconds
         if seconds > limits.max_time_s:
             text = f"{asked.time} is more than {where} allows ({render_time(limits.max_time_s)})"
-            yield Finding("resources.time", f"{text}; ask for less or for another partition", refuse)
+            yield PrecheckFinding("resources.time", f"{text}; ask for less or for another partition", refuse)
     elif limits.default_time_s is not None and not math.isinf(limits.default_time_s):
         text = f"is not given, so {where} gives {render_time(limits.default_time_s)}"
-        yield Finding("resources.time", text, refuse=False)
+        yield PrecheckFinding("resources.time", text, refuse=False)
         what = f"the {render_time(limits.default_time_s)} of {where}"
         for one in check_times_within(limits.default_time_s, what, job.retry, job.watch, job.checkpoint):
-            yield Finding(one.key, one.text)
+            yield PrecheckFinding(one.key, one.text)
     if limits.max_nodes < asked.all_nodes <= limits.total_nodes:
         text = f"{asked.all_nodes} is more than {where} allows ({limits.max_nodes:.0f})"
-        yield Finding("resources.nodes", f"{text}; ask for fewer or for another partition", refuse)
+        yield PrecheckFinding("resources.nodes", f"{text}; ask for fewer or for another partition", refuse)
     memory = parse_memory(asked.mem) if asked.mem else 0
     if memory > limits.max_memory_mib:
         text = f"{asked.mem} is more than {where} allows a node ({render_memory(int(limits.max_memory_mib))})"
-        yield Finding("resources.mem", f"{text}; ask for less", refuse)
+        yield PrecheckFinding("resources.mem", f"{text}; ask for less", refuse)
     if limits.state not in ("", "unknown", "UP"):
         text = f"{where} is {limits.state} now: the job waits until an administrator changes that"
-        yield Finding("resources.partition", text, refuse=False)
+        yield PrecheckFinding("resources.partition", text, refuse=False)
 
 
-def _too_large(job: JobSpec, limits: _Limits, gpus: int) -> Iterator[Finding]:
+def _check_node_sizes(job: JobSpec, limits: _PartitionLimits, gpus: int) -> Iterator[PrecheckFinding]:
     """What the partition's nodes cannot give: such a job would wait for ever."""
     asked, where = job.resources, f"partition {limits.name}"
     if asked.all_nodes > limits.total_nodes:
         text = f"{asked.all_nodes} can never start: {where} has {limits.total_nodes:.0f}"
-        yield Finding("resources.nodes", f"{text}; ask for fewer")
+        yield PrecheckFinding("resources.nodes", f"{text}; ask for fewer")
         return
     cpus = job.ranks_per_node * (asked.cpus_per_rank or 1)
     if not limits.nodes:
         if limits.cpus is not None and cpus > limits.cpus:
-            yield Finding("resources.cpus_per_rank", _never(f"{cpus} CPUs a node", where, limits.cpus))
+            yield PrecheckFinding(
+                "resources.cpus_per_rank", _never_starts_message(f"{cpus} CPUs a node", where, limits.cpus)
+            )
         if limits.gpus is not None and gpus > limits.gpus:
-            text = _never(f"{gpus} GPUs a node", where, limits.gpus)
-            yield Finding("resources.gpus_per_node", text)
+            text = _never_starts_message(f"{gpus} GPUs a node", where, limits.gpus)
+            yield PrecheckFinding("resources.gpus_per_node", text)
         return
     yield from _unfit_nodes(job, limits, cpus, gpus)
 
 
-def _never(what: str, where: str, most: object) -> str:
+def _never_starts_message(what: str, where: str, most: object) -> str:
     return f"{what} can never start: the nodes of {where} have {most}"
 
 
-def _unfit_nodes(job: JobSpec, limits: _Limits, cpus: int, gpus: int) -> Iterator[Finding]:
+def _unfit_nodes(job: JobSpec, limits: _PartitionLimits, cpus: int, gpus: int) -> Iterator[PrecheckFinding]:
     """Sort out the nodes that cannot take the job, need by need; the need that leaves too few is told."""
     asked, left = job.resources, list(limits.nodes)
     memory = parse_memory(asked.mem) if asked.mem else 0
@@ -228,34 +245,35 @@ def _unfit_nodes(job: JobSpec, limits: _Limits, cpus: int, gpus: int) -> Iterato
         (
             "gpus_per_node",
             f"{gpus} GPUs a node",
-            lambda node: gpus <= _known(node.gpus),
+            lambda node: gpus <= _known_or_infinite(node.gpus),
             lambda node: node.gpus,
         ),
-        ("mem", str(asked.mem), lambda node: memory <= _known(node.memory_mib), _memory_of),
+        ("mem", str(asked.mem), lambda node: memory <= _known_or_infinite(node.memory_mib), _memory_of),
         (
             "cpus_per_rank",
             f"{cpus} CPUs a node",
-            lambda node: cpus <= _known(node.cpus),
+            lambda node: cpus <= _known_or_infinite(node.cpus),
             lambda node: node.cpus,
         ),
     ]
     for key, what, fits, shown in needs:
         fitting = [node for node in left if fits(node)]
         if len(fitting) < asked.all_nodes:
-            yield Finding(
-                f"resources.{key}", _too_few(asked.all_nodes, key, what, limits.name, left, fitting, shown)
+            yield PrecheckFinding(
+                f"resources.{key}",
+                _too_few_nodes(asked.all_nodes, key, what, limits.name, left, fitting, shown),
             )
             return
         left = fitting
     usable = [node for node in left if node.state.usable is not False]
     if len(usable) < asked.all_nodes:
         text = f"{asked.all_nodes} must wait: of the {len(left)} nodes that could take the job"
-        yield Finding(
+        yield PrecheckFinding(
             "resources.nodes", f"{text} in partition {limits.name} only {len(usable)} are up", refuse=False
         )
 
 
-def _too_few(
+def _too_few_nodes(
     nodes: int,
     key: str,
     what: str,
@@ -272,7 +290,7 @@ def _too_few(
         there = ", ".join(
             str(value) for value in dict.fromkeys(map(shown, before)) if value not in ("", None)
         )
-        return _never(what, f"partition {partition}", there or "nothing of this")
+        return _never_starts_message(what, f"partition {partition}", there or "nothing of this")
     return f"{what} can never start: {len(fitting)} nodes of partition {partition} have that, not {nodes}"
 
 
@@ -287,31 +305,31 @@ def _has_features(node: NodeRecord, constraint: str) -> bool:
     return all(has) if re.fullmatch(r"[\w.:&,-]*", constraint) else any(has)
 
 
-def check_place(root: Path, cluster: ClusterSpec | None, mounts: str) -> list[Finding]:
+def check_run_root_visibility(root: Path, cluster: ClusterSpec | None, mounts: str) -> list[PrecheckFinding]:
     """Whether compute nodes will see run directories under `root`; `mounts` is the text of /proc/mounts."""
     if cluster is not None:
-        allowed = [Path(expand_place(one)) for one in cluster.log_roots]
+        allowed = [Path(expand_profile_path(one)) for one in cluster.log_roots]
         if allowed and not any(_is_under(root, place) for place in allowed):
             there = ", ".join(map(str, allowed))
             text = f"{root}: the profile {cluster.name} allows run directories under {there} only"
-            return [Finding("", f"{text}; set HPCRUN_ROOT to a place there")]
-        systems = [(Path(expand_place(one.path)), one) for one in cluster.file_systems.values()]
+            return [PrecheckFinding("", f"{text}; set HPCRUN_ROOT to a place there")]
+        systems = [(Path(expand_profile_path(one.path)), one) for one in cluster.file_systems.values()]
         holding = [(place, one) for place, one in systems if _is_under(root, place)]
         if holding:
             place, system = max(holding, key=lambda pair: len(pair[0].parts))
             if system.shared:
                 return []
             text = f"{root}: is on {place}, which every node has for itself"
-            return [Finding("", f"{text}; set HPCRUN_ROOT to a shared file system")]
+            return [PrecheckFinding("", f"{text}; set HPCRUN_ROOT to a shared file system")]
         if allowed:
             return []
-    kind = file_system_of(root, mounts)
+    kind = file_system_type(root, mounts)
     own = next((place for place in _NODE_LOCAL if root.is_relative_to(place)), None)
     if own is None and kind not in _MEMORY_FILE_SYSTEMS:
         return []
     found = f"under {own}" if own else f"on a {kind}"
     text = f"{root}: is {found}, which compute nodes seldom share; if they do not, the job cannot start"
-    return [Finding("", f"{text} (HPCRUN_ROOT chooses another place)", refuse=False)]
+    return [PrecheckFinding("", f"{text} (HPCRUN_ROOT chooses another place)", refuse=False)]
 
 
 def _is_under(path: Path, place: Path) -> bool:
@@ -319,12 +337,12 @@ def _is_under(path: Path, place: Path) -> bool:
     return path.is_relative_to(place) or path.resolve().is_relative_to(place.resolve())
 
 
-def expand_place(text: str) -> str:
+def expand_profile_path(text: str) -> str:
     """A path of the profile with `~` and `$VARS` replaced from the environment."""
     return expand_path(text)
 
 
-def file_system_of(path: Path, mounts: str) -> str:
+def file_system_type(path: Path, mounts: str) -> str:
     """The type of the file system that holds a path, by the text of /proc/mounts; empty when unknown."""
     best, kind = -1, ""
     for line in mounts.splitlines():
@@ -338,22 +356,24 @@ def file_system_of(path: Path, mounts: str) -> str:
     return kind
 
 
-def check_room(
+def check_free_space(
     place: Path, found: os.statvfs_result, need_bytes: int, ranks: int, runs: int
-) -> list[Finding]:
+) -> list[PrecheckFinding]:
     """Whether saves and files of `runs` runs fit where `found` was measured; a file system may not know."""
     free, findings = found.f_bavail * found.f_frsize, []
     if found.f_blocks and free < need_bytes:
         text = f"{place}: {render_bytes(free)} are free, but the saves need {render_bytes(need_bytes)}"
-        findings.append(Finding("", f"{text}; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep"))
+        findings.append(
+            PrecheckFinding("", f"{text}; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep")
+        )
     files = runs * (_FILES_OF_A_RUN + _FILES_OF_A_RANK * ranks)
     if found.f_files and found.f_favail < files:
         text = f"{place}: {found.f_favail} more files are possible, but about {files} are needed"
-        findings.append(Finding("", f"{text}; remove some, or set HPCRUN_ROOT to another place"))
+        findings.append(PrecheckFinding("", f"{text}; remove some, or set HPCRUN_ROOT to another place"))
     return findings
 
 
-def over_quota(printed: str) -> list[str]:
+def exceeded_quota_lines(printed: str) -> list[str]:
     """The lines of a quota command that say a limit is passed: there `quota` and `lfs quota` write a `*`."""
     return [
         " ".join(line.split()) for line in printed.splitlines() if re.search(r"\d[\d.]*[kKMGTP]?\*", line)

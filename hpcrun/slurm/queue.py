@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.slurm.answers import parse_trouble
-from hpcrun.slurm.client import run_client
+from hpcrun.slurm.answers import parse_slurm_problem
+from hpcrun.slurm.client import run_slurm_client
 from hpcrun.slurm.jobs import (
     SACCT_DELIMITER,
     SACCT_FORMAT,
@@ -29,7 +29,7 @@ _MOST_IDS = 5000
 _PHASES = ("running", "pending", "unknown", "ended")
 
 
-class Question(NamedTuple):
+class JobQuery(NamedTuple):
     """A job, or one element of an array; of the cluster here where none is named."""
 
     job: int
@@ -43,7 +43,7 @@ class Question(NamedTuple):
         return str(self.job) if self.element is None else f"{self.job}_{self.element}"
 
 
-class Answer(NamedTuple):
+class JobQueryResult(NamedTuple):
     """What Slurm knows; without a record and without trouble it knows no such job (any more)."""
 
     record: JobRecord | None = None
@@ -51,7 +51,7 @@ class Answer(NamedTuple):
     """Why Slurm could not be asked, in the command's own words."""
 
 
-class _Known:
+class _JobIndex:
     """The records that a command printed, quick to look into: an array has thousands."""
 
     def __init__(self, records: Iterable[JobRecord] = ()) -> None:
@@ -70,11 +70,11 @@ class _Known:
                 # What never started of an array that was cancelled as a whole has no elements any more.
                 self._rest[found.job] = record
 
-    def find(self, asked: Question) -> JobRecord | None:
+    def find(self, asked: JobQuery) -> JobRecord | None:
         record = self._of_this_number(asked)
         return None if record and asked.run and not record.is_of(asked.run) else record
 
-    def _of_this_number(self, asked: Question) -> JobRecord | None:
+    def _of_this_number(self, asked: JobQuery) -> JobRecord | None:
         records = self._jobs[asked.job]
         if asked.element is None:
             # Of an array, what goes on speaks for it; of a heterogeneous job the first component.
@@ -85,62 +85,62 @@ class _Known:
         return next(listed, self._rest.get(asked.job))
 
 
-def ask_jobs(
-    questions: Iterable[Question], timeout_s: float = 20.0, *, in_accounts: bool = True
-) -> dict[Question, Answer]:
+def query_jobs(
+    questions: Iterable[JobQuery], timeout_s: float = 20.0, *, in_accounts: bool = True
+) -> dict[JobQuery, JobQueryResult]:
     """Ask Slurm about jobs, with one squeue call a cluster.
 
     Never raises: where squeue is missing, or it or sacct fails, the answer holds its words: what cannot be
     asked is no proof that a job is gone. On clusters without accounts a job that squeue forgot is just not
     known; so it is where nobody looks `in_accounts`. `timeout_s` holds for each call.
     """
-    by_cluster: defaultdict[str, list[Question]] = defaultdict(list)
+    by_cluster: defaultdict[str, list[JobQuery]] = defaultdict(list)
     for one in dict.fromkeys(questions):
         by_cluster[one.cluster].append(one)
     answers = {}
     for cluster, asked in by_cluster.items():
-        known, trouble = _ask(_squeue(asked, cluster), parse_squeue, timeout_s)
+        known, trouble = _run_job_query(_squeue_command(asked, cluster), parse_squeue, timeout_s)
         forgotten = [one for one in asked if known.find(one) is None]
-        older = _Known()
+        older = _JobIndex()
         if forgotten and not trouble and in_accounts and shutil.which("sacct"):
-            older, trouble = _ask(_sacct(forgotten, cluster), parse_sacct, timeout_s)
+            older, trouble = _run_job_query(_sacct_command(forgotten, cluster), parse_sacct, timeout_s)
         for one in asked:
             record = known.find(one) or older.find(one)
-            answers[one] = Answer(record, "" if record else trouble)
+            answers[one] = JobQueryResult(record, "" if record else trouble)
     return answers
 
 
-def _squeue(asked: Sequence[Question], cluster: str) -> list[str]:
-    return ["squeue", "-h", "-t", "all", "-o", SQUEUE_FORMAT, *_which(asked, cluster)]
+def _squeue_command(asked: Sequence[JobQuery], cluster: str) -> list[str]:
+    return ["squeue", "-h", "-t", "all", "-o", SQUEUE_FORMAT, *_selection_options(asked, cluster)]
 
 
-def _sacct(asked: Sequence[Question], cluster: str) -> list[str]:
+def _sacct_command(asked: Sequence[JobQuery], cluster: str) -> list[str]:
     words = ["sacct", "--parsable2", f"--delimiter={SACCT_DELIMITER}", "--allocations", "-o", SACCT_FORMAT]
-    return [*words, *_which(asked, cluster)]
+    return [*words, *_selection_options(asked, cluster)]
 
 
-def _which(asked: Sequence[Question], cluster: str) -> list[str]:
+def _selection_options(asked: Sequence[JobQuery], cluster: str) -> list[str]:
     # An element that waits is only found by the id of its array.
     jobs = dict.fromkeys(str(one.job) for one in asked)
     ids = ["-j", ",".join(jobs)] if len(jobs) <= _MOST_IDS else []
     return [*ids, *(["-M", cluster] if cluster else [])]
 
 
-def _ask(
+def _run_job_query(
     argv: Sequence[str], parse: Callable[[str], list[JobRecord]], timeout_s: float
-) -> tuple[_Known, str]:
+) -> tuple[_JobIndex, str]:
     """What a command knows, and what went wrong."""
     try:
         # By itself Slurm cuts the list of an array's waiting elements short.
-        done = run_client(argv, timeout_s=timeout_s, more={"SLURM_BITSTR_LEN": "0"})
+        done = run_slurm_client(argv, timeout_s=timeout_s, more={"SLURM_BITSTR_LEN": "0"})
     except SiteError as error:
         # The whole line is long, and holds the delimiter, which is no character for a terminal.
-        return _Known(), str(error).replace(" ".join(argv), argv[0])
+        return _JobIndex(), str(error).replace(" ".join(argv), argv[0])
     records = parse(done.stdout)
-    trouble = _trouble(argv[0], done)
+    trouble = _problem_text(argv[0], done)
     if not records and not trouble and not done.exit_code:
         trouble = _not_understood(argv[0], done.stdout)
-    return _Known(records), trouble
+    return _JobIndex(records), trouble
 
 
 def _not_understood(command: str, answer: str) -> str:
@@ -152,9 +152,9 @@ def _not_understood(command: str, answer: str) -> str:
     return f"{command} printed what is no list of jobs: {words!r}; is it Slurm's own {command}?"
 
 
-def _trouble(command: str, done: process.CompletedCommand) -> str:
+def _problem_text(command: str, done: process.CompletedCommand) -> str:
     said = f"{done.stderr}\n{done.stdout}".strip() if done.exit_code else done.stderr
-    trouble = parse_trouble(said)
+    trouble = parse_slurm_problem(said)
     if trouble and trouble.kind in ("no-job", "no-accounting"):
         return ""
     if trouble:
@@ -162,7 +162,7 @@ def _trouble(command: str, done: process.CompletedCommand) -> str:
     return f"{command} ended with exit code {done.exit_code}: {said or 'no words'}" if done.exit_code else ""
 
 
-def cancel_job(job: Question, how: Literal["pending", "save", "now"], timeout_s: float = 30.0) -> None:
+def cancel_job(job: JobQuery, how: Literal["pending", "save", "now"], timeout_s: float = 30.0) -> None:
     """pending: take what waits out of the queue; save: ask the batch shell to save and stop; now: end it all.
 
     SiteError with scancel's words; a job that is over is no error.
@@ -174,8 +174,8 @@ def cancel_job(job: Question, how: Literal["pending", "save", "now"], timeout_s:
         "now": [],
     }[how]
     where = ["-M", job.cluster] if job.cluster else []
-    done = run_client(["scancel", *words, *where, str(job)], timeout_s=timeout_s)
-    trouble = parse_trouble(done.stderr)
+    done = run_slurm_client(["scancel", *words, *where, str(job)], timeout_s=timeout_s)
+    trouble = parse_slurm_problem(done.stderr)
     is_over = trouble is not None and trouble.kind in ("no-job", "ended")
     if done.exit_code and not is_over and not f"{done.stderr}{done.stdout}".strip():
         # So it ends too when the job got ahead of it.
@@ -184,9 +184,9 @@ def cancel_job(job: Question, how: Literal["pending", "save", "now"], timeout_s:
         done.require_success()
 
 
-def _is_over(job: Question) -> bool:
+def _is_over(job: JobQuery) -> bool:
     """Whether a job has ended or is ending, as far as squeue can be asked."""
-    record, trouble = ask_jobs([job])[job]
+    record, trouble = query_jobs([job])[job]
     if record is None:
         return not trouble
     return record.state.final or "COMPLETING" in (record.state.name, *record.state.flags)

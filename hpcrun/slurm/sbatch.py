@@ -13,25 +13,20 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
 from hpcrun.hostlist import expand_hosts, fold_hosts
-from hpcrun.slurm.answers import Submission, Trouble, parse_submission, parse_trouble
-from hpcrun.slurm.client import KEPT, run_client
-from hpcrun.slurm.contract import (
-    ArrayContext,
-    ScriptContext,
-    check_script,
-    render_script,
-    replaced_directives,
-)
+from hpcrun.slurm.answers import SbatchAnswer, SlurmProblem, parse_sbatch_answer, parse_slurm_problem
+from hpcrun.slurm.client import KEPT_VARIABLES, run_slurm_client
+from hpcrun.slurm.contract import check_rendered_script, render_script, replaced_directives
 from hpcrun.slurm.ids import JobId
-from hpcrun.slurm.queue import Question, cancel_job
-from hpcrun.slurm.template import Library, Template
-from hpcrun.specs.fields import matches
+from hpcrun.slurm.queue import JobQuery, cancel_job
+from hpcrun.slurm.script_context import ArrayContext, ScriptContext
+from hpcrun.slurm.template import BatchTemplate, TemplateLibrary
+from hpcrun.specs.fields import matches_any_pattern
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 """Between the tries, when the controller is busy or does not answer."""
 _SBATCH_S = 300
 """sbatch itself goes on trying for about two minutes when the controller takes no jobs."""
-_LOOK_S = 60
+_QUERY_S = 60
 _LATE_S = 2.0
 """So long the controller may take to show a job that it was given just now."""
 _PATIENCE_S = 300
@@ -45,11 +40,11 @@ _OF_A_JOB = re.compile(
 _WHETHER = "look with `squeue --me` whether the job is there"
 _TRANSIENT = re.compile(r"Unable to contact slurm controller|Connection refused")
 
-Note = Callable[[str], None]
+SbatchNoteCallback = Callable[[str], None]
 """Takes one line for the person."""
 
 
-def nobody(text: str) -> None:
+def discard_note(text: str) -> None:
     """The Note of those who do not want to know."""
 
 
@@ -65,12 +60,13 @@ def submission_environment(
     kept = {
         name: value
         for name, value in environ.items()
-        if name in safe and (name in KEPT or not (_OF_A_JOB.fullmatch(name) or matches(name, deny)))
+        if name in safe
+        and (name in KEPT_VARIABLES or not (_OF_A_JOB.fullmatch(name) or matches_any_pattern(name, deny)))
     }
     return kept, tuple(sorted(name for name in environ if name not in kept))
 
 
-def log_pattern(folder: Path, is_array: bool = False, ending: str = "out") -> str:
+def log_file_pattern(folder: Path, is_array: bool = False, ending: str = "out") -> str:
     """Where the tasks write, as sbatch and srun take it and submitit looks for it; `%t` is the task."""
     text = str(folder)
     if re.search(r"%[jtAa]", text) or not text.isprintable():
@@ -81,7 +77,7 @@ def log_pattern(folder: Path, is_array: bool = False, ending: str = "out") -> st
     return f"{text.replace('%', '%%')}/{'%A_%a' if is_array else '%j'}_%t_log.{ending}"
 
 
-def array_indices(indices: Sequence[int], throttle: int | None = None) -> str:
+def format_array_indices(indices: Sequence[int], throttle: int | None = None) -> str:
     """Indices as sbatch --array takes them: 0-39, or 3,7,12-14%8 where no more than 8 shall run at once."""
     runs: list[list[int]] = []
     for index in sorted(set(indices)):
@@ -93,13 +89,13 @@ def array_indices(indices: Sequence[int], throttle: int | None = None) -> str:
     return f"{listed}%{throttle}" if throttle else listed
 
 
-def script_text(
-    library: Library,
-    template: Template,
+def render_submission_script(
+    library: TemplateLibrary,
+    template: BatchTemplate,
     context: ScriptContext,
     folder: Path,
     array: ArrayContext | None = None,
-    note: Note = nobody,
+    note: SbatchNoteCallback = discard_note,
 ) -> str:
     """The script exactly as it is submitted from `folder`: the context with its log files put in.
 
@@ -109,27 +105,27 @@ def script_text(
     site's template breaks the contract for this job.
     """
     is_array = array is not None
-    final: dict[str, Any] = {"array": array, "stdout": log_pattern(folder, is_array)}
+    final: dict[str, Any] = {"array": array, "stdout": log_file_pattern(folder, is_array)}
     if context.stderr is not None:
-        final["stderr"] = log_pattern(folder, is_array, "err")
+        final["stderr"] = log_file_pattern(folder, is_array, "err")
     whole = ScriptContext.model_validate(dict(context) | final)
     text = render_script(library, template, whole)
-    problems = check_script(library, template, whole, text)
+    problems = check_rendered_script(library, template, whole, text)
     if problems:
         raise SpecError(problems)
     for line in replaced_directives(whole, text):
-        note(f"{library.file_place(template)}: {line}")
+        note(f"{library.file_location(template)}: {line}")
     return text
 
 
-def submit_script(
+def submit_batch_script(
     path: Path,
     *,
     slurm_cluster: str | None = None,
     slurm_module: str | None = None,
     deny: Sequence[str] = (),
-    note: Note = nobody,
-    detail: Note = nobody,
+    note: SbatchNoteCallback = discard_note,
+    detail: SbatchNoteCallback = discard_note,
 ) -> JobId:
     """Hand a script to sbatch; SiteError with sbatch's own words where it is not taken.
 
@@ -147,18 +143,20 @@ def submit_script(
         )
     where = ["-M", slurm_cluster] if slurm_cluster else []
     try:
-        return _submit(path, where, environ, slurm_cluster or "", note)
+        return _submit_with_retries(path, where, environ, slurm_cluster or "", note)
     except HpcrunError:
         raise
     except BaseException:
         # An interrupt; the controller may have the job all the same, and nobody would know of it.
-        _take_back_unheard(path, where, slurm_cluster or "", note)
+        _cancel_unacknowledged(path, where, slurm_cluster or "", note)
         raise
 
 
-def _submit(path: Path, where: Sequence[str], environ: Mapping[str, str], cluster: str, note: Note) -> JobId:
-    words = [*_own_locale(environ), "sbatch", "--parsable", *where, str(path)]
-    said: Trouble | None = None
+def _submit_with_retries(
+    path: Path, where: Sequence[str], environ: Mapping[str, str], cluster: str, note: SbatchNoteCallback
+) -> JobId:
+    words = [*_user_locale_options(environ), "sbatch", "--parsable", *where, str(path)]
+    said: SlurmProblem | None = None
     jobs: list[int] | None = []
     end = time.monotonic() + _PATIENCE_S
     for pause in (0.0, *PAUSES_S):
@@ -167,23 +165,23 @@ def _submit(path: Path, where: Sequence[str], environ: Mapping[str, str], cluste
                 break
             note(f"sbatch: {said.text}; looking again in {pause:g} s")
             time.sleep(pause)
-            jobs = _jobs_of(path, where)
+            jobs = _find_jobs_of_script(path, where)
             if jobs:
                 note(f"the job is there all the same: {jobs[0]}")
                 return JobId(jobs[0], cluster=cluster)
             if jobs is None:  # not known to be absent, so a second job might come of it
                 continue
-        answer = _answer(words, environ)
+        answer = _run_sbatch(words, environ)
         if answer.job is not None:
             if answer.trouble:
                 note(f"sbatch: {answer.trouble.text}")
             return JobId(answer.job, cluster=answer.cluster or cluster)
-        said = answer.trouble or Trouble("unknown", "sbatch printed nothing")
+        said = answer.trouble or SlurmProblem("unknown", "sbatch printed nothing")
         if not _is_transient(said):
             break
     assert said is not None
     if said.kind == "unknown" or _is_transient(said):
-        jobs = _jobs_of(path, where)
+        jobs = _find_jobs_of_script(path, where)
         if jobs:
             note(f"sbatch: {said.text}; the job is there all the same: {jobs[0]}")
             return JobId(jobs[0], cluster=cluster)
@@ -195,50 +193,50 @@ def _submit(path: Path, where: Sequence[str], environ: Mapping[str, str], cluste
     raise SiteError(f"sbatch did not take the job: {said.text}{left}")
 
 
-def _take_back_unheard(path: Path, where: Sequence[str], cluster: str, note: Note) -> None:
+def _cancel_unacknowledged(path: Path, where: Sequence[str], cluster: str, note: SbatchNoteCallback) -> None:
     note("interrupted; looking whether Slurm has taken the job")
     for pause in (0.0, _LATE_S):
         time.sleep(pause)
-        jobs = _jobs_of(path, where)
+        jobs = _find_jobs_of_script(path, where)
         for job in jobs or ():
-            take_back(JobId(job, cluster=cluster), note)
+            cancel_submitted_job(JobId(job, cluster=cluster), note)
         if jobs:
             return
     if jobs is None:
         note(_WHETHER)
 
 
-def take_back(job: JobId, note: Note) -> None:
+def cancel_submitted_job(job: JobId, note: SbatchNoteCallback) -> None:
     """Cancel a job that was submitted in vain; where that fails, say so."""
     try:
-        cancel_job(Question(job.job, cluster=job.cluster), "now")
+        cancel_job(JobQuery(job.job, cluster=job.cluster), "now")
         note(f"job {job.job} was cancelled")
     except SiteError as error:
         note(f"job {job.job} was submitted in vain and could not be cancelled: {error}")
 
 
-def _own_locale(environ: Mapping[str, str]) -> list[str]:
+def _user_locale_options(environ: Mapping[str, str]) -> list[str]:
     """The runner asks commands to speak English, but the job is to have the user's own language."""
     own = environ.get("LC_ALL")
     return ["env", "-u", "LC_ALL", *([f"LC_ALL={own}"] if own else [])]
 
 
-def _answer(words: Sequence[str], environ: Mapping[str, str]) -> Submission:
+def _run_sbatch(words: Sequence[str], environ: Mapping[str, str]) -> SbatchAnswer:
     try:
         done = process.run(words, timeout_s=_SBATCH_S, env=environ)
     except SiteError as error:
-        return Submission(None, trouble=Trouble("busy", str(error)))
-    return parse_submission(done.stdout, done.stderr)
+        return SbatchAnswer(None, trouble=SlurmProblem("busy", str(error)))
+    return parse_sbatch_answer(done.stdout, done.stderr)
 
 
-def _is_transient(trouble: Trouble) -> bool:
+def _is_transient(trouble: SlurmProblem) -> bool:
     return trouble.kind == "busy" or bool(_TRANSIENT.search(trouble.text))
 
 
-def _jobs_of(script: Path, where: Sequence[str]) -> list[int] | None:
+def _find_jobs_of_script(script: Path, where: Sequence[str]) -> list[int] | None:
     """The jobs that were made of a script, whose name no other script has; None without an answer."""
     words = ["squeue", "-h", "-a", "-t", "all", "-u", str(os.getuid()), "-o", "%F|%o", *where]
-    done = _ask(words)
+    done = _query_output(words)
     if done is None:
         return None
     rows = (line.split("|", 1) for line in done.splitlines() if "|" in line)
@@ -247,10 +245,12 @@ def _jobs_of(script: Path, where: Sequence[str]) -> list[int] | None:
     return sorted({int(job) for job in named if job.isdigit()})
 
 
-def without_unknown_nodes(hosts: str, *, slurm_cluster: str | None = None, note: Note = nobody) -> str:
+def drop_unknown_nodes(
+    hosts: str, *, slurm_cluster: str | None = None, note: SbatchNoteCallback = discard_note
+) -> str:
     """A list of hosts without those that the cluster does not have: sbatch would refuse the whole job."""
     where = ["-M", slurm_cluster] if slurm_cluster else []
-    answer = _ask(["sinfo", "-h", "-a", "-N", "-o", "%N", *where])
+    answer = _query_output(["sinfo", "-h", "-a", "-N", "-o", "%N", *where])
     known = set((answer or "").split())
     wanted = expand_hosts(hosts, "exclude")
     missing = [host for host in wanted if host not in known]
@@ -262,11 +262,11 @@ def without_unknown_nodes(hosts: str, *, slurm_cluster: str | None = None, note:
     )
 
 
-def _ask(words: Sequence[str]) -> str | None:
+def _query_output(words: Sequence[str]) -> str | None:
     """What a command that only reads prints; None where it fails."""
     try:
-        done = run_client(words, timeout_s=_LOOK_S)
+        done = run_slurm_client(words, timeout_s=_QUERY_S)
     except SiteError:
         return None
-    trouble = parse_trouble(done.stderr)
+    trouble = parse_slurm_problem(done.stderr)
     return done.stdout if done.exit_code == 0 and trouble is None else None

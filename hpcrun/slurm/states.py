@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["pending", "running", "ended", "unknown"]
-Outlook = Literal["waits", "held", "never", "unknown"]
+JobPhase = Literal["pending", "running", "ended", "unknown"]
+StartOutlook = Literal["waits", "held", "never", "unknown"]
 """waits: it starts by itself · held: somebody must act first · never: not as it was submitted."""
 
 UNKNOWN = "unknown"
 
-_STATES: dict[str, tuple[str, Phase]] = {
+_STATES: dict[str, tuple[str, JobPhase]] = {
     "PENDING": ("PD", "pending"),
     "RUNNING": ("R", "running"),
     "SUSPENDED": ("S", "running"),
@@ -58,10 +58,10 @@ class JobState:
     """What stood behind the state, such as `by 0` (the uid) after CANCELLED."""
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> JobPhase:
         """Where in its life the job is; a flag such as COMPLETING or REQUEUED outweighs the base state."""
         phases = {_STATES[name][1] if name in _STATES else UNKNOWN for name in (self.name, *self.flags)}
-        order: tuple[Phase, ...] = ("pending", "running", "unknown", "ended")
+        order: tuple[JobPhase, ...] = ("pending", "running", "unknown", "ended")
         return next(phase for phase in order if phase in phases)
 
     @property
@@ -75,7 +75,7 @@ class JobState:
         return self.final and self.name == "COMPLETED"
 
 
-def parse_state(text: str | list[str]) -> JobState:
+def parse_job_state(text: str | list[str]) -> JobState:
     """A state as squeue, sacct and scontrol print it: long, compact, compound, cut short, or a JSON list."""
     words = text if isinstance(text, list) else [text]
     head, _, behind = " ".join("+".join(str(word) for word in words).split()).partition(" ")
@@ -98,15 +98,15 @@ def _state_name(word: str) -> str:
 
 
 @dataclass(frozen=True)
-class Reason:
+class PendingReason:
     """Why a job is where it is: Slurm's code, the same in words, and whether it can start."""
 
     code: str
     words: str
-    outlook: Outlook
+    outlook: StartOutlook
 
 
-_REASONS: dict[str, tuple[Outlook, str]] = {
+_REASONS: dict[str, tuple[StartOutlook, str]] = {
     "None": ("waits", "no reason given"),
     "Resources": ("waits", "waits for nodes to become free"),
     "Priority": ("waits", "jobs with a higher priority come first"),
@@ -162,7 +162,7 @@ _REASONS: dict[str, tuple[Outlook, str]] = {
 _LIMIT = re.compile(r"(?P<whose>Assoc|QOS|Max)(?P<kind>Grp|Max|Min)?(?P<what>\w*)")
 
 
-def parse_reason(text: str) -> Reason:
+def parse_pending_reason(text: str) -> PendingReason:
     """A reason as squeue and scontrol print it, with or without brackets and what follows a comma."""
     text = " ".join(text.split())
     whole = text[1:-1] if text.startswith("(") and text.endswith(")") else text
@@ -171,20 +171,22 @@ def parse_reason(text: str) -> Reason:
         code, rest = "ReqNodeNotAvail", ""
     if code in _REASONS:
         outlook, words = _REASONS[code]
-        return Reason(code, f"{words}: {rest.strip('_')}" if rest else words, outlook)
-    return _limit(code) or Reason(code or UNKNOWN, f"Slurm says {whole}" if whole else UNKNOWN, "unknown")
+        return PendingReason(code, f"{words}: {rest.strip('_')}" if rest else words, outlook)
+    return _parse_limit_reason(code) or PendingReason(
+        code or UNKNOWN, f"Slurm says {whole}" if whole else UNKNOWN, "unknown"
+    )
 
 
-def _limit(code: str) -> Reason | None:
+def _parse_limit_reason(code: str) -> PendingReason | None:
     """The family of limits: a limit of each job never lifts by waiting, one that jobs share does."""
     match = _LIMIT.fullmatch(code)
     if match is None or not match["what"]:
         return None
     whose = {"Assoc": "the account", "QOS": "the QOS", "Max": "the account"}[match["whose"]]
     if match["kind"] == "Min":
-        return Reason(code, f"asks for less than {whose} requires ({code})", "never")
+        return PendingReason(code, f"asks for less than {whose} requires ({code})", "never")
     if "PerJob" in code or code.endswith("PerNode"):
-        return Reason(code, f"asks for more than {whose} allows one job ({code})", "never")
+        return PendingReason(code, f"asks for more than {whose} allows one job ({code})", "never")
     if code.startswith(("AssocGrp", "QOSGrp")) and "Minutes" in code and "RunMinutes" not in code:
-        return Reason(code, f"what {whose} may use is used up ({code})", "held")
-    return Reason(code, f"what {whose} may use at a time is in use ({code})", "waits")
+        return PendingReason(code, f"what {whose} may use is used up ({code})", "held")
+    return PendingReason(code, f"what {whose} may use at a time is in use ({code})", "waits")

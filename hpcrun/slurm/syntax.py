@@ -13,7 +13,7 @@ from hpcrun.specs.cluster import ClusterSpec
 _TIMEOUT_S = 20
 
 
-def syntax_error(text: str) -> str:
+def find_bash_syntax_error(text: str) -> str:
     """The first of bash's complaints, as `line 3: ...`; empty where it can read the text."""
     with tempfile.TemporaryDirectory(prefix="hpcrun-check-") as folder:
         path = Path(folder) / "script.sh"
@@ -26,9 +26,9 @@ def syntax_error(text: str) -> str:
     return first.removeprefix(f"{path}: ")
 
 
-def profile_errors(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
+def find_profile_syntax_errors(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
     """The keys of a profile that hold lines which bash cannot read, and what it says."""
     parts = {"modules.init": cluster.modules.init, "setup": cluster.setup, "teardown": cluster.teardown}
     for key, lines in parts.items():
-        if lines and (said := syntax_error("\n".join([*lines, ""]))):
+        if lines and (said := find_bash_syntax_error("\n".join([*lines, ""]))):
             yield key, f"bash -n: {said}"

@@ -27,10 +27,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from hpcrun.errors import UsageError
 from hpcrun.specs.profiles import config_directories
 
-SUFFIX = ".sbatch.j2"
-BLOCKS = ("directives", "setup", "environment", "launch", "teardown")
+TEMPLATE_SUFFIX = ".sbatch.j2"
+TEMPLATE_BLOCKS = ("directives", "setup", "environment", "launch", "teardown")
 """What a site may override of the shipped base."""
-LAYERS = 16
+MAX_TEMPLATE_LAYERS = 16
 """A template that extends through more files than this goes in a circle."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -46,7 +46,7 @@ _OF_EXPRESSIONS = (
 _HINT = "`hpcrun template show --context` lists the values"
 
 
-class Code(str):
+class ShellCode(str):
     """Shell text that is written as it stands: what a template says, and an admin's own lines.
 
     All that can be done to it gives plain text again, which is quoted. Jinja makes text of a value's own
@@ -56,16 +56,16 @@ class Code(str):
     __slots__ = ()
 
     def __new__(cls, text: object = "") -> str:  # type: ignore[misc]
-        """Plain text; `as_code` is the way to code, which a template cannot call."""
+        """Plain text; `as_shell_code` is the way to code, which a template cannot call."""
         return str(text)
 
 
-def as_code(text: str) -> Code:
+def as_shell_code(text: str) -> ShellCode:
     """Shell text that nothing of a job's has come into unquoted."""
-    return str.__new__(Code, text)
+    return str.__new__(ShellCode, text)
 
 
-def quote(value: str) -> str:
+def quote_shell_word(value: str) -> str:
     """One shell word, on one line, that is nowhere in a script taken for code; sbatch reads it alike."""
     if not value:
         return "''"
@@ -83,7 +83,7 @@ def _quote_piece(match: re.Match[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Template:
+class BatchTemplate:
     """One template file: its name, whose it is, and where it lies."""
 
     name: str
@@ -96,57 +96,59 @@ class Template:
         return str(self.path) if self.origin == "path" else f"{self.origin}/{self.name}"
 
 
-class Library:
+class TemplateLibrary:
     """The templates of the user, the site and the package, nearest first."""
 
     def __init__(self, directories: Mapping[str, Path] | None = None) -> None:
         self.directories = dict(config_directories() if directories is None else directories)
 
-    def shipped(self) -> Library:
+    def shipped(self) -> TemplateLibrary:
         """The same without anything of the user's or the site's."""
-        return Library({"shipped": self.directories["shipped"]})
+        return TemplateLibrary({"shipped": self.directories["shipped"]})
 
-    def templates(self) -> list[Template]:
+    def templates(self) -> list[BatchTemplate]:
         """Every template that a job can name, by name; the first of several of one name is taken."""
         found = []
         for origin, directory in self.directories.items():
-            for path in directory.glob(f"*{SUFFIX}"):
+            for path in directory.glob(f"*{TEMPLATE_SUFFIX}"):
                 if not path.name.startswith("_") and _NAME.fullmatch(path.name):
-                    found.append(Template(path.name, origin, path))
+                    found.append(BatchTemplate(path.name, origin, path))
         order = list(self.directories)
-        return sorted(found, key=lambda one: (one.name.removesuffix(SUFFIX), order.index(one.origin)))
+        return sorted(
+            found, key=lambda one: (one.name.removesuffix(TEMPLATE_SUFFIX), order.index(one.origin))
+        )
 
-    def find(self, word: str) -> Template:
+    def find(self, word: str) -> BatchTemplate:
         """The template of a name (train), of a name with its origin (shipped/train), or of a path."""
-        for spelling in (word, f"{word}{SUFFIX}"):
+        for spelling in (word, f"{word}{TEMPLATE_SUFFIX}"):
             template = self._look_up(spelling)
             if template is not None:
                 return template
         path = Path(word)
         if path.is_file():
-            return Template(path.name, "path", path.absolute())
-        names = ", ".join(dict.fromkeys(one.name.removesuffix(SUFFIX) for one in self.templates()))
+            return BatchTemplate(path.name, "path", path.absolute())
+        names = ", ".join(dict.fromkeys(one.name.removesuffix(TEMPLATE_SUFFIX) for one in self.templates()))
         raise UsageError(f"{word}: no such template or file; there are: {names}")
 
-    def _look_up(self, key: str) -> Template | None:
+    def _look_up(self, key: str) -> BatchTemplate | None:
         origin, slash, name = key.partition("/")
         origins = [origin] if slash else list(self.directories)
         name = name if slash else origin
-        if not _NAME.fullmatch(name) or not name.endswith(SUFFIX):
+        if not _NAME.fullmatch(name) or not name.endswith(TEMPLATE_SUFFIX):
             return None
         for one in origins:
             path = self.directories[one] / name if one in self.directories else None
             if path is not None and _is_template(path):
-                return Template(name, one, path)
+                return BatchTemplate(name, one, path)
         return None
 
-    def chain(self, template: Template) -> tuple[Template, ...]:
+    def chain(self, template: BatchTemplate) -> tuple[BatchTemplate, ...]:
         """The template and all that it extends, in this order; UsageError for one that cannot be read."""
         layers = [template]
         with self._told(template):
             while (parent := self._parent(layers[-1])) is not None:
                 layers.append(parent)
-                if parent in layers[:-1] or len(layers) > LAYERS:
+                if parent in layers[:-1] or len(layers) > MAX_TEMPLATE_LAYERS:
                     inner = layers[-2]
                     own = f"; write shipped/{inner.name} for the one that comes with hpcrun"
                     raise UsageError(
@@ -154,7 +156,7 @@ class Library:
                     )
         return tuple(layers)
 
-    def _parent(self, template: Template) -> Template | None:
+    def _parent(self, template: BatchTemplate) -> BatchTemplate | None:
         extends = next(self._tree(template).find_all(nodes.Extends), None)
         if extends is None:
             return None
@@ -168,37 +170,37 @@ class Library:
             raise TemplateSyntaxError(wrong, extends.lineno, template.key, str(template.path))
         return parent
 
-    def _tree(self, template: Template) -> nodes.Template:
-        return self._environment.parse(read_source(template), template.key, str(template.path))
+    def _tree(self, template: BatchTemplate) -> nodes.Template:
+        return self._environment.parse(read_template_source(template), template.key, str(template.path))
 
-    def _suspects(self, template: Template) -> list[Template]:
+    def _user_layers(self, template: BatchTemplate) -> list[BatchTemplate]:
         """The layers that can be at fault: of the shipped ones nobody has to look for a mistake."""
         layers = self.chain(template)
         return [one for one in layers if one.origin != "shipped"] or list(layers)
 
-    def file_place(self, template: Template) -> str:
+    def file_location(self, template: BatchTemplate) -> str:
         """The file to look into first: the outermost one that is not shipped."""
-        return str(self._suspects(template)[0].path)
+        return str(self._user_layers(template)[0].path)
 
-    def block_place(self, template: Template, block: str) -> str:
+    def block_location(self, template: BatchTemplate, block: str) -> str:
         """File and line of a block where it was overridden last; the file alone where there is none."""
-        for layer in self._suspects(template):
+        for layer in self._user_layers(template):
             for found in self._tree(layer).find_all(nodes.Block):
                 if found.name == block:
                     return f"{layer.path}:{found.lineno}"
-        return self.file_place(template)
+        return self.file_location(template)
 
-    def text_place(self, template: Template, line: str, block: str) -> str:
+    def text_location(self, template: BatchTemplate, line: str, block: str) -> str:
         """File and line that a line of the script came from, as far as its text shows; else the block's."""
         best, place = 2, ""
-        for layer in self._suspects(template):
-            for number, source in enumerate(read_source(layer).split("\n"), start=1):
+        for layer in self._user_layers(template):
+            for number, source in enumerate(read_template_source(layer).split("\n"), start=1):
                 head = re.split(r"\{[{%#]", source, maxsplit=1)[0].strip()
                 if len(head) > best and line.strip().startswith(head):
                     best, place = len(head), f"{layer.path}:{number}"
-        return place or self.block_place(template, block)
+        return place or self.block_location(template, block)
 
-    def unheard(self, template: Template) -> Iterator[tuple[str, str]]:
+    def unused_text(self, template: BatchTemplate) -> Iterator[tuple[str, str]]:
         """What a layer says and no script would get: file and line, and why."""
         layers = self.chain(template)
         for layer, *above in (layers[start:] for start in range(len(layers) - 1)):
@@ -219,34 +221,34 @@ class Library:
                     "this stands outside of every block, so no script would hold it",
                 )
 
-    def render(self, template: Template, values: Mapping[str, Any]) -> str:
+    def render(self, template: BatchTemplate, values: Mapping[str, Any]) -> str:
         """The script; UsageError with file and line for whatever is wrong with the template."""
         self.chain(template)
         with self._told(template):
             text = str(self._environment.get_template(template.key).render(values))
-        text = re.sub(r"^#SBATCH.*", lambda match: for_sbatch(match[0]), text, flags=re.MULTILINE)
+        text = re.sub(r"^#SBATCH.*", lambda match: escape_directive(match[0]), text, flags=re.MULTILINE)
         broken = _BROKEN_DIRECTIVE.search(text)
         if broken:
             line = text[broken.start() :].partition("\n")[0]
-            place = self.text_place(template, line, "directives")
+            place = self.text_location(template, line, "directives")
             raise UsageError(
                 f"{place}: a directive may not hold a line break, control character or backtick: {line}"
             )
         return text
 
     @cached_property
-    def _environment(self) -> _Environment:
-        return _Environment(self._load)
+    def _environment(self) -> _TemplateEnvironment:
+        return _TemplateEnvironment(self._load)
 
     def _load(self, key: str) -> tuple[str, str]:
         path = Path(key)
-        template = Template(path.name, "path", path) if path.is_absolute() else self._look_up(key)
+        template = BatchTemplate(path.name, "path", path) if path.is_absolute() else self._look_up(key)
         if template is None:
             raise TemplateNotFound(key)
-        return read_source(template), str(template.path)
+        return read_template_source(template), str(template.path)
 
     @contextmanager
-    def _told(self, template: Template) -> Iterator[None]:
+    def _told(self, template: BatchTemplate) -> Iterator[None]:
         """Turn what Jinja finds into one line with file and line."""
         try:
             yield
@@ -264,7 +266,7 @@ class Library:
             text = f"{type(error).__name__}: {_one_line(str(error))}"
             raise UsageError(f"{self._line_of(error, template)}: {text}") from None
 
-    def _line_of(self, error: Exception, template: Template) -> str:
+    def _line_of(self, error: Exception, template: BatchTemplate) -> str:
         """The innermost template line of a traceback, in which Jinja has put the lines of templates."""
         folders = {str(folder) for folder in [*self.directories.values(), template.path.parent]}
         place, trace = str(template.path), error.__traceback__
@@ -309,7 +311,7 @@ def _text_outside(tree: nodes.Template) -> Iterator[int]:
                 yield piece.lineno + text[: len(text) - len(text.lstrip())].count("\n")
 
 
-def read_source(template: Template) -> str:
+def read_template_source(template: BatchTemplate) -> str:
     """The text of a template; UsageError when it cannot be read."""
     try:
         # Not read_text, which would hide line ends of another system.
@@ -320,7 +322,7 @@ def read_source(template: Template) -> str:
         raise UsageError(f"{template.path}: cannot be read: {error.strerror}") from None
 
 
-class _Loader(BaseLoader):
+class _TemplateLoader(BaseLoader):
     def __init__(self, load: Callable[[str], tuple[str, str]]) -> None:
         self._load = load
 
@@ -335,35 +337,35 @@ class _Loader(BaseLoader):
         return source, path, lambda: True
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Jinja in which what a template has written is Code, and everything else is quoted when printed."""
 
     # Blocks, macros and whole scripts are put together by this.
-    concat = staticmethod(lambda pieces: as_code("".join(pieces)))
+    concat = staticmethod(lambda pieces: as_shell_code("".join(pieces)))
 
     def __init__(self, load: Callable[[str], tuple[str, str]]) -> None:
         super().__init__(
-            loader=_Loader(load),
+            loader=_TemplateLoader(load),
             undefined=StrictUndefined,
-            finalize=_printed,
+            finalize=_finalize_value,
             autoescape=False,
             trim_blocks=True,
             lstrip_blocks=True,
             keep_trailing_newline=True,
         )
-        self.filters |= {"words": _words, "unquoted": _unquoted}
+        self.filters |= {"words": _join_words, "unquoted": _unquoted}
 
 
-def _printed(value: Any) -> str:
+def _finalize_value(value: Any) -> str:
     """What `{{ value }}` writes; None and mappings are mistakes."""
-    if isinstance(value, Code | Undefined):
+    if isinstance(value, ShellCode | Undefined):
         return str(value)
     if isinstance(value, list | tuple):
-        return " ".join(quote(_plain(one)) for one in value)
-    return quote(_plain(value))
+        return " ".join(quote_shell_word(_plain_text(one)) for one in value)
+    return quote_shell_word(_plain_text(value))
 
 
-def _plain(value: Any) -> str:
+def _plain_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | int | float):
@@ -373,24 +375,24 @@ def _plain(value: Any) -> str:
     raise TemplateRuntimeError(f"a {type(value).__name__} cannot be printed; print its items")
 
 
-def _words(value: Iterable[Any]) -> str:
+def _join_words(value: Iterable[Any]) -> str:
     """A list as one text that shlex.split takes apart again: for a variable that holds a command."""
-    return shlex.join(_plain(one) for one in value)
+    return shlex.join(_plain_text(one) for one in value)
 
 
-def _unquoted(value: Any) -> Code:
+def _unquoted(value: Any) -> ShellCode:
     """A value as it stands: the admin vouches that it is no shell code."""
-    text = _plain(value)
+    text = _plain_text(value)
     if not text.isprintable():
         raise TemplateRuntimeError("unquoted: the value holds a line break or control character")
-    return as_code(text)
+    return as_shell_code(text)
 
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def for_sbatch(line: str) -> str:
+def escape_directive(line: str) -> str:
     """The text of a directive as sbatch takes it apart: to it a blank ends a word even behind a backslash.
 
     Only for comments: around quotes that a template has put itself this would split words.
@@ -398,6 +400,6 @@ def for_sbatch(line: str) -> str:
     return _ESCAPED_BLANK.sub(r"\1' '", line)
 
 
-def quoted_words(words: Sequence[str]) -> str:
+def quote_shell_words(words: Sequence[str]) -> str:
     """A command line as templates print a list."""
-    return " ".join(map(quote, words))
+    return " ".join(map(quote_shell_word, words))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.output_formats import inside, string, whole_number
-from hpcrun.specs.yaml import parse_value
+from hpcrun.slurm.output_formats import json_string, leading_integer, nested_value
+from hpcrun.specs.yaml import parse_yaml_value
 
-UnitKind = Literal["switch", "block", "aggregate", "ring", "torus"]
-_KINDS: dict[str, UnitKind] = {
+TopologyUnitKind = Literal["switch", "block", "aggregate", "ring", "torus"]
+_KINDS: dict[str, TopologyUnitKind] = {
     "switchname": "switch",
     "blockname": "block",
     "aggregatedblock": "aggregate",
@@ -27,7 +27,7 @@ _OTHERS = frozenset({"blocksizes", "include"})
 _COMMENT = re.compile(r"#.*")
 _AFTER_COMMA = re.compile(r",\s+")
 
-_CONFIGURED: tuple[tuple[UnitKind, str, str, str], ...] = (
+_CONFIGURED: tuple[tuple[TopologyUnitKind, str, str, str], ...] = (
     ("switch", "switch", "tree", "switches"),
     ("block", "block", "block", "blocks"),
     ("ring", "ring", "ring", "rings"),
@@ -37,10 +37,10 @@ _CONFIGURED: tuple[tuple[UnitKind, str, str, str], ...] = (
 
 
 @dataclass(frozen=True)
-class Unit:
+class TopologyUnit:
     """A switch, a block or another unit of the topology, and the nodes below it."""
 
-    kind: UnitKind
+    kind: TopologyUnitKind
     name: str
     nodes: str = ""
     """Host list of all nodes below it, empty where there are none."""
@@ -56,7 +56,7 @@ class Unit:
     """Where it stands in the text."""
 
 
-def parse_topology(text: str) -> list[Unit]:
+def parse_topology(text: str) -> list[TopologyUnit]:
     """The units of `scontrol show topology` (fetch everything, SLURM_TOPO_LEN unset), or of topology.conf.
 
     Keys in any case, comments, indentation and lines continued with a backslash are topology.conf's.
@@ -70,13 +70,13 @@ def parse_topology(text: str) -> list[Unit]:
             continue
         dims = fields.get("dims", "").lower()
         found.append(
-            Unit(
+            TopologyUnit(
                 _KINDS[key],
                 fields[key],
                 fields.get("nodes", ""),
                 fields.get("switches", ""),
-                whole_number(fields.get("level", "")),
-                whole_number(fields.get("blocksize", "")),
+                leading_integer(fields.get("level", "")),
+                leading_integer(fields.get("blocksize", "")),
                 tuple(map(int, dims.split("x"))) if re.fullmatch(r"[0-9]{1,5}(x[0-9]{1,5})*", dims) else (),
                 line,
             )
@@ -84,7 +84,7 @@ def parse_topology(text: str) -> list[Unit]:
     return found
 
 
-def unread_statements(text: str) -> list[tuple[int, str]]:
+def find_unread_statements(text: str) -> list[tuple[int, str]]:
     """The lines of such a text, with their numbers, that describe nothing that is known."""
     found = []
     for line, statement in _statements(text):
@@ -117,62 +117,64 @@ class NamedTopology:
 
     name: str
     is_default: bool
-    units: tuple[Unit, ...]
+    units: tuple[TopologyUnit, ...]
     """As configured: a switch above the leaves lists its children and no nodes; no levels."""
 
 
 def parse_topoconf(text: str) -> list[NamedTopology]:
     """The topologies of `scontrol show topoconf`, which has the form of topology.yaml; else empty."""
     try:
-        value = parse_value(text, "", "topoconf")
+        value = parse_yaml_value(text, "", "topoconf")
     except UsageError:
         return []
     entries = [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
     return [
         NamedTopology(
-            string(entry.get("topology")),
+            json_string(entry.get("topology")),
             entry.get("cluster_default") is True,
-            tuple(_units(entry)),
+            tuple(_parse_units(entry)),
         )
         for entry in entries
     ]
 
 
-def _units(entry: dict[str, Any]) -> list[Unit]:
-    sizes = inside(entry, "block", "block_sizes")
+def _parse_units(entry: dict[str, Any]) -> list[TopologyUnit]:
+    sizes = nested_value(entry, "block", "block_sizes")
     base = next((size for size in sizes if isinstance(size, int)), None) if isinstance(sizes, list) else None
     found = []
     for kind, key, *way in _CONFIGURED:
-        listed = inside(entry, *way)
+        listed = nested_value(entry, *way)
         for unit in listed if isinstance(listed, list) else ():
-            name, nodes, children = (string(inside(unit, part)) for part in (key, "nodes", "children"))
+            name, nodes, children = (
+                json_string(nested_value(unit, part)) for part in (key, "nodes", "children")
+            )
             size = base if kind == "block" else None
-            dims = _dims(inside(unit, "dims")) if kind == "torus" else ()
-            regions = inside(unit, "regions")
+            dims = _parse_dims(nested_value(unit, "dims")) if kind == "torus" else ()
+            regions = nested_value(unit, "regions")
             if isinstance(regions, list):
                 # Their places in the torus are not those of the nodes in order.
-                nodes, dims = ",".join(string(inside(region, "nodes")) for region in regions), ()
-            found += [Unit(kind, name, nodes, children, size=size, dims=dims)] if name else []
+                nodes, dims = ",".join(json_string(nested_value(region, "nodes")) for region in regions), ()
+            found += [TopologyUnit(kind, name, nodes, children, size=size, dims=dims)] if name else []
     return found
 
 
-def _dims(value: Any) -> tuple[int, ...]:
+def _parse_dims(value: Any) -> tuple[int, ...]:
     """The sizes in `{x: 4, y: 4, z: 2}` or `4x4x2`; empty for anything else."""
     if isinstance(value, str):
-        value = dict(zip("xyz", (whole_number(part) for part in value.lower().split("x")), strict=False))
-    sizes = [inside(value, axis) for axis in "xyz"]
+        value = dict(zip("xyz", (leading_integer(part) for part in value.lower().split("x")), strict=False))
+    sizes = [nested_value(value, axis) for axis in "xyz"]
     return tuple(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else ()
 
 
-def parse_address(address: str, pattern: str) -> list[tuple[str, str]]:
+def parse_topology_address(address: str, pattern: str) -> list[tuple[str, str]]:
     """SLURM_TOPOLOGY_ADDR against its pattern: (`switch`, name) from the top down to (`node`, name).
 
     A level without a name is left out.
     """
-    return [(kind, name) for kind, name in split_address(address, pattern) if name]
+    return [(kind, name) for kind, name in split_topology_address(address, pattern) if name]
 
 
-def split_address(address: str, pattern: str) -> list[tuple[str, str]]:
+def split_topology_address(address: str, pattern: str) -> list[tuple[str, str]]:
     """The same with the levels that have no name, so that the places count; empty where it does not fit.
 
     A node name may hold dots, a switch name may not.

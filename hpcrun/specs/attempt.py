@@ -65,7 +65,7 @@ class Attempt:
         return self.path / "peers.json"
 
     @property
-    def unrestored(self) -> Path:
+    def restore_failure(self) -> Path:
         """Written by rank 0 where that generation has proved not to be whole after all."""
         return self.path / "unrestored.json"
 

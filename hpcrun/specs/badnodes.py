@@ -40,7 +40,7 @@ class BadNode:
 
 
 @dataclass(frozen=True)
-class BadNodes:
+class BadNodeList:
     """The entries of all lists, and what could not be read."""
 
     entries: tuple[BadNode, ...] = ()
@@ -62,7 +62,7 @@ def bad_node_files() -> dict[str, Path]:
     return {origin: directories[origin] / "bad-nodes.jsonl" for origin in ("site", "user")}
 
 
-def load_bad_nodes(paths: Iterable[Path]) -> BadNodes:
+def load_bad_nodes(paths: Iterable[Path]) -> BadNodeList:
     """All entries of these lists; what is damaged is skipped and told, with file and line."""
     entries: list[BadNode] = []
     notes: list[str] = []
@@ -81,7 +81,7 @@ def load_bad_nodes(paths: Iterable[Path]) -> BadNodes:
                 entries.append(_parse_entry(line))
             except UsageError as error:
                 notes.append(f"{path}:{number}: {error}; the line is skipped")
-    return BadNodes(tuple(entries), tuple(notes))
+    return BadNodeList(tuple(entries), tuple(notes))
 
 
 def add_bad_node(path: Path, node: str, reason: str, until: float | None, *, now: float, by: str) -> None:
@@ -97,12 +97,12 @@ def add_bad_node(path: Path, node: str, reason: str, until: float | None, *, now
     _parse_entry(line)  # nobody could read it back
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        append_line(path, line.encode() + b"\n")
+        append_synced_lines(path, line.encode() + b"\n")
     except OSError as error:
         raise SiteError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def parse_until(text: str, now: float, where: str = "--until") -> float | None:
+def parse_expiry(text: str, now: float, where: str = "--until") -> float | None:
     """The end of an entry: a date, such as 2026-12-01, which counts whole, or a time from now (12h, 7d).
 
     None for UNLIMITED; `where` begins the error's line.
@@ -121,7 +121,7 @@ def parse_until(text: str, now: float, where: str = "--until") -> float | None:
     return until
 
 
-def merged_exclude(
+def merge_excluded_nodes(
     exclude: str | None, bad: Mapping[str, str], known_nodes: Collection[str] | None
 ) -> tuple[str, tuple[str, ...]]:
     """The host list for --exclude of a job's own and the bad nodes (`active`), and what to tell the person.
@@ -185,7 +185,7 @@ def _render_instant(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
-def append_line(path: Path, line: bytes) -> None:
+def append_synced_lines(path: Path, line: bytes) -> None:
     """Append whole lines in one write, and sync; a line that is torn before them is ended."""
     descriptor = open_multiuser(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:

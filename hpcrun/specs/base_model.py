@@ -14,12 +14,18 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.files import allowed_file_directories, open_regular, temporary_name
-from hpcrun.specs.hf_directory import CONFIG, INDEX, read_config
-from hpcrun.specs.model import FAMILIES, FIXED, ModelSpec, disagreements, hf_config
+from hpcrun.specs.hf_directory import HF_CONFIG_FILE, SAFETENSORS_INDEX_FILE, read_hf_config
+from hpcrun.specs.model import (
+    HF_FAMILY_DEFAULTS,
+    HF_FIXED_VALUES,
+    ModelSpec,
+    find_config_differences,
+    make_hf_config,
+)
 from hpcrun.specs.records import read_json, sync_directory, write_json
-from hpcrun.specs.sha256sums import SUMS, check_sums, write_sums
+from hpcrun.specs.sha256sums import SHA256SUMS_FILE, check_sha256sums, write_sha256sums
 
-BASE_MODEL = "base_model"
+BASE_MODEL_DIRECTORY = "base_model"
 """The directory beside a run's saves, and beside an export that is no Hugging Face directory itself."""
 _RECORD = "hpcrun.json"
 _CARRIED = (
@@ -34,12 +40,12 @@ _GROUPS = {
     "license": ("LICENSE*", "LICENCE*", "COPYING*"),
 }
 """What a user misses first, where none of its files is there."""
-_OURS = frozenset({CONFIG, INDEX, SUMS, _RECORD, "spec.yaml"})
+_OURS = frozenset({HF_CONFIG_FILE, SAFETENSORS_INDEX_FILE, SHA256SUMS_FILE, _RECORD, "spec.yaml"})
 _MOST_BYTES, _MOST_FILES = 256 << 20, 64
 
 
 @dataclass(frozen=True)
-class Carried:
+class CarriedFiles:
     """What came along from a base model."""
 
     files: tuple[str, ...] = ()
@@ -52,7 +58,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class BaseModel:
+class HfBaseModel:
     """What a run knows of the model that it began with."""
 
     directory: Path
@@ -61,39 +67,41 @@ class BaseModel:
     """From our name of a tensor to the type it was stored in, in torch's words."""
     config: dict[str, Any] | None
 
-    def carry(self, target: Path) -> Carried:
+    def carry(self, target: Path) -> CarriedFiles:
         """Its files into an export; UsageError where they are not those that were kept."""
-        check_sums(self.directory)
+        check_sha256sums(self.directory)
         return _copy_files(self.directory, target, self.source)
 
 
-def keep_base_model(source: Path, place: Path, dtypes: dict[str, str]) -> AbstractContextManager[Carried]:
+def keep_base_model(
+    source: Path, place: Path, dtypes: dict[str, str]
+) -> AbstractContextManager[CarriedFiles]:
     """Keep what is no tensor of a Hugging Face directory as `place`/base_model, once the body ended well.
 
     It is copied before the body, so that a full disk is met first, and replaces what is there.
     """
-    return _kept(source, place, str(source.absolute()), dtypes)
+    return _keep_files(source, place, str(source.absolute()), dtypes)
 
 
-def pass_on(place: Path, target: Path) -> AbstractContextManager[object]:
+def copy_base_model(place: Path, target: Path) -> AbstractContextManager[object]:
     """A base model, where there is one, from beside one state to beside another, once the body ended well."""
     base = read_base_model(place)
     if base is None:
         return nullcontext()
-    check_sums(base.directory)
-    return _kept(base.directory, target, base.source, base.dtypes)
+    check_sha256sums(base.directory)
+    return _keep_files(base.directory, target, base.source, base.dtypes)
 
 
 @contextmanager
-def _kept(directory: Path, place: Path, source: str, dtypes: dict[str, str]) -> Iterator[Carried]:
-    aside, final = place / temporary_name(BASE_MODEL), place / BASE_MODEL
+def _keep_files(directory: Path, place: Path, source: str, dtypes: dict[str, str]) -> Iterator[CarriedFiles]:
+    aside, final = place / temporary_name(BASE_MODEL_DIRECTORY), place / BASE_MODEL_DIRECTORY
     aside.mkdir(mode=0o700)
     try:
         carried = _copy_files(directory, aside, source)
         with suppress(FileNotFoundError, ValueError):  # a config.json that is none is told of by who reads it
-            write_json(aside / CONFIG, read_config(directory))
+            write_json(aside / HF_CONFIG_FILE, read_hf_config(directory))
         write_json(aside / _RECORD, {"schema_version": 1, "source": source, "dtypes": dtypes})
-        write_sums(aside)
+        write_sha256sums(aside)
         sync_directory(aside)
         yield carried
         if final.exists():
@@ -105,9 +113,9 @@ def _kept(directory: Path, place: Path, source: str, dtypes: dict[str, str]) -> 
         raise
 
 
-def read_base_model(place: Path) -> BaseModel | None:
+def read_base_model(place: Path) -> HfBaseModel | None:
     """The base model that is kept in a run's directory; None where there is none."""
-    directory = place / BASE_MODEL
+    directory = place / BASE_MODEL_DIRECTORY
     told = read_json(directory / _RECORD)
     if told is None:
         return None
@@ -117,36 +125,40 @@ def read_base_model(place: Path) -> BaseModel | None:
             f"{directory / _RECORD}: is damaged: it has no source and dtypes; remove {directory}"
         )
     try:
-        config = read_config(directory)
+        config = read_hf_config(directory)
     except FileNotFoundError:
         config = None
     except ValueError as error:
         raise UsageError(f"{error}; remove {directory} to export without a tokenizer") from None
-    return BaseModel(directory, source, {str(name): str(dtype) for name, dtype in dtypes.items()}, config)
+    return HfBaseModel(directory, source, {str(name): str(dtype) for name, dtype in dtypes.items()}, config)
 
 
-def export_config(spec: ModelSpec, base: BaseModel | None, dtype: str) -> tuple[dict[str, Any], list[str]]:
+def make_export_config(
+    spec: ModelSpec, base: HfBaseModel | None, dtype: str
+) -> tuple[dict[str, Any], list[str]]:
     """The config.json of an export, and where the base model's says something else than the run.
 
     All that the base model's says and we know nothing of stays in it.
     """
     if base is None or base.config is None:
-        return hf_config(spec) | {"torch_dtype": dtype}, []
-    differing, config = disagreements(spec, base.config), dict(base.config)
+        return make_hf_config(spec) | {"torch_dtype": dtype}, []
+    differing, config = find_config_differences(spec, base.config), dict(base.config)
     if differing:
         kept = (
             {"architectures", "model_type", "bos_token_id", "eos_token_id"}
-            if config.get("model_type") in FAMILIES
+            if config.get("model_type") in HF_FAMILY_DEFAULTS
             else set()
         )
-        config |= {key: value for key, value in FIXED.items() if key in config}
-        config |= {key: value for key, value in hf_config(spec).items() if key not in kept & config.keys()}
+        config |= {key: value for key, value in HF_FIXED_VALUES.items() if key in config}
+        config |= {
+            key: value for key, value in make_hf_config(spec).items() if key not in kept & config.keys()
+        }
     for key in [one for one in ("dtype", "torch_dtype") if one in config] or ["torch_dtype"]:
         config[key] = dtype
-    return config, [f"{CONFIG} of the base model: {text}; the run's counts" for text in differing]
+    return config, [f"{HF_CONFIG_FILE} of the base model: {text}; the run's counts" for text in differing]
 
 
-def _copy_files(source: Path, target: Path, name: str) -> Carried:
+def _copy_files(source: Path, target: Path, name: str) -> CarriedFiles:
     files, left = list[str](), list[str]()
     for path in sorted(source.iterdir()):
         if path.name in _OURS or path.name.startswith(".") or path.suffix == ".safetensors":
@@ -162,7 +174,7 @@ def _copy_files(source: Path, target: Path, name: str) -> Carried:
         for group, patterns in _GROUPS.items()
         if not any(fnmatch.fnmatchcase(name, pattern) for name in files for pattern in patterns)
     ]
-    return Carried(tuple(files), tuple(absent), tuple(left), name)
+    return CarriedFiles(tuple(files), tuple(absent), tuple(left), name)
 
 
 def _is_sound(source: Path, path: Path) -> bool:

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 
 from hpcrun.errors import EXIT_INTERRUPTED, UsageError
 from hpcrun.files import open_regular, temporary_name
-from hpcrun.specs.identity import IDENTITY_KEYS, Identity, place_of, read_identity
-from hpcrun.specs.owner import say_once
+from hpcrun.specs.identity import IDENTITY_KEYS, RunIdentity, locate_directory, read_run_identity
+from hpcrun.specs.owner import warn_once
 from hpcrun.specs.records import read_json, write_json
 
 if TYPE_CHECKING:
     from hpcrun.specs.rundir import RunDir
 
 
-def require_identity(run: RunDir) -> Identity:
+def require_run_identity(run: RunDir) -> RunIdentity:
     """The identity of a run, or of the sweep that it is an element of; UsageError where it has none."""
     owner = run.sweep_of_element or run
-    found = read_identity(owner.path)
+    found = read_run_identity(owner.path)
     if found is None:
         raise UsageError(
             f"{owner.path}: has no run_id in job.json (it is of an older hpcrun, or a part of a run), so it"
@@ -33,19 +33,19 @@ def require_identity(run: RunDir) -> Identity:
     return found
 
 
-def become_itself(run: RunDir, run_id: str | None = None) -> None:
+def make_copy_independent(run: RunDir, run_id: str | None = None) -> None:
     """Give a copy of a run an identity of its own, with one line; note where a moved run is now.
 
     The copy goes on from the saves that were copied. What it says of processes and jobs is said of those of
     the other run, and goes. UsageError where both would write the same saves. `run_id`: chosen before.
     """
-    owner, identity = run.sweep_of_element or run, require_identity(run)
+    owner, identity = run.sweep_of_element or run, require_run_identity(run)
     if identity.is_at(owner.path):
-        here = place_of(owner.path)
+        here = locate_directory(owner.path)
         if here.path != identity.made_at.path:
-            owner.identify(replace(identity, made_at=here), **_record_of(owner))
+            owner.identify(replace(identity, made_at=here), **_read_job_record(owner))
         return
-    parts = [owner, *_elements(owner)]
+    parts = [owner, *_element_runs(owner)]
     for part in parts:
         if part.checkpoints.is_symlink():
             raise UsageError(
@@ -54,37 +54,37 @@ def become_itself(run: RunDir, run_id: str | None = None) -> None:
             )
     text = f"a copy of {identity.made_at.path}, made while that run went on"
     for part in parts:
-        _forget_processes(part)
+        _remove_process_files(part)
         for path in (part.events, part.metrics, part.chaos):
-            _unshare(path)
+            _break_hard_link(path)
     for part in parts[1:] or parts:
         if part.spec.exists():  # a script's saves are no run that ends
-            _note_end(part, text)
-    record = _record_of(owner)
+            _record_end(part, text)
+    record = _read_job_record(owner)
     if "submissions" in record:
         record["submissions"] = []
     # Last: until it is written this is a copy, and whoever acts on it next begins again.
     owner.identify(identity.branched(owner.path, run_id), **record)
-    say_once(
+    warn_once(
         f"{owner.path}: is a copy of {identity.made_at.path}; from here on it is a run of its own, with"
         f" run_id {owner.run_id}"
     )
 
 
-def _record_of(owner: RunDir) -> dict[str, object]:
+def _read_job_record(owner: RunDir) -> dict[str, object]:
     """What job.json says besides the identity."""
     found = read_json(owner.job)
     return {name: value for name, value in found.items() if name not in IDENTITY_KEYS}
 
 
-def _elements(owner: RunDir) -> Iterator[RunDir]:
+def _element_runs(owner: RunDir) -> Iterator[RunDir]:
     with suppress(FileNotFoundError, NotADirectoryError):
         for name in sorted(os.listdir(owner.path / "elements")):  # noqa: PTH208 - names alone
             if name.isdecimal() and name.isascii():
                 yield owner.element(int(name))
 
 
-def _forget_processes(part: RunDir) -> None:
+def _remove_process_files(part: RunDir) -> None:
     """Remove what leads to the processes, sockets and secrets of the other run."""
     paths = [part.leader, part.lease, part.lock, part.wish, part.path / "submission.lock"]
     paths += part.telemetry.glob("*.json")
@@ -97,7 +97,7 @@ def _forget_processes(part: RunDir) -> None:
         shutil.rmtree(part.epochs)
 
 
-def _unshare(path: Path) -> None:
+def _break_hard_link(path: Path) -> None:
     """A file that grows must be the copy's own: cp -l has made another name of the same one."""
     try:
         if path.lstat().st_nlink == 1:
@@ -112,7 +112,7 @@ def _unshare(path: Path) -> None:
     aside.replace(path)
 
 
-def _note_end(part: RunDir, text: str) -> None:
+def _record_end(part: RunDir, text: str) -> None:
     """Nothing of the copy runs, whatever became of the other run after it was copied."""
     ended, attempts = part.read_exit(), part.attempts()
     number = attempts[-1].number if attempts else None

@@ -17,7 +17,7 @@ from pydantic import (
 
 from hpcrun.errors import SpecProblem, UsageError
 from hpcrun.specs.elastic import ElasticSpec
-from hpcrun.specs.fields import Directory, Time, readable
+from hpcrun.specs.fields import ExpandablePath, TimeText, parsed_by
 from hpcrun.specs.resources import ResourcesSpec
 from hpcrun.units import parse_time
 
@@ -27,7 +27,7 @@ def _finite(text: str) -> None:
         raise UsageError(f"time: {text} is no limit; write 10m or 2h")
 
 
-_Limit = Annotated[Time, readable(_finite)]
+_Limit = Annotated[TimeText, parsed_by(_finite)]
 
 
 def _steps_or_auto(value: object, check: ValidatorFunctionWrapHandler) -> object:
@@ -41,11 +41,11 @@ _Every = Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], WrapValidator(
 _Url = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*://[^\x00-\x20\x7f]+$")]
 
 
-class _Section(BaseModel):
+class _CheckpointSection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class ParitySpec(_Section):
+class ParitySpec(_CheckpointSection):
     """Blocks from which the part of a lost node is made again, on nodes of other racks."""
 
     scheme: Literal["auto", "none", "partner", "xor", "rs"] = Field(
@@ -65,7 +65,7 @@ class ParitySpec(_Section):
     )
 
 
-class ObjectSpec(_Section):
+class ObjectSpec(_CheckpointSection):
     """Copies in an object store, by fsspec."""
 
     url: _Url = Field(description="where: s3://BUCKET/PREFIX, or any other scheme that fsspec knows")
@@ -80,7 +80,7 @@ class ObjectSpec(_Section):
     )
 
 
-class DurableSpec(_Section):
+class DurableSpec(_CheckpointSection):
     """Saves in the run directory, on the file system that all nodes share."""
 
     every: int = Field(
@@ -104,7 +104,7 @@ class DurableSpec(_Section):
     )
 
 
-class CheckpointSpec(_Section):
+class CheckpointSpec(_CheckpointSection):
     """When the state is saved, which levels it goes through, and how many saves are kept."""
 
     every: _Every = Field(
@@ -125,7 +125,7 @@ class CheckpointSpec(_Section):
         " with one, every save goes on to the run directory); 0: ranks write to the run directory themselves,"
         " and wait for it",
     )
-    local: Directory | None = Field(
+    local: ExpandablePath | None = Field(
         default=None,
         description="a directory on each node's own disk that also gets every save. Emptied when the run is"
         " done and its newest state is in the run directory; after any other end it is left to the site,"
@@ -170,16 +170,16 @@ class CheckpointSpec(_Section):
 
 def check_checkpoint(spec: CheckpointSpec, steps: int | None = None) -> list[SpecProblem]:
     """What of the section cannot work together; `steps`: how many the job has, where that is known."""
-    found = [*_of_steps(spec, steps)]
+    found = [*_check_step_intervals(spec, steps)]
     if not spec.memory:
-        found += _of_no_memory(spec)
+        found += _check_without_memory(spec)
     if spec.undurable == "stop" and spec.max_undurable is None:
         text = "stop has no limit to stop at; give checkpoint.max_undurable, such as 2h, or leave it out"
         found.append(SpecProblem("checkpoint.undurable", text))
     return found
 
 
-def check_spares(
+def check_spare_replicas(
     checkpoint: CheckpointSpec, resources: ResourcesSpec, elastic: ElasticSpec | None
 ) -> list[SpecProblem]:
     """Copies on spares that are asked for need some; an elastic job may come to have them."""
@@ -189,7 +189,7 @@ def check_spares(
     return [SpecProblem("checkpoint.spares", text)]
 
 
-def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[SpecProblem]:
+def _check_step_intervals(spec: CheckpointSpec, steps: int | None) -> Iterator[SpecProblem]:
     every, durable = spec.every_steps, spec.durable.every
     copies = spec.object.every if spec.object is not None else 0
     for name, between in (("durable.every", durable), ("object.every", copies)):
@@ -199,14 +199,16 @@ def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[SpecProblem]:
             yield SpecProblem(f"checkpoint.{name}", text)
             return
     if every and durable % every:
-        text = f"{durable} is no multiple of checkpoint.every {every}; use {_near(durable, every)}"
+        text = (
+            f"{durable} is no multiple of checkpoint.every {every}; use {_nearest_multiples(durable, every)}"
+        )
         yield SpecProblem("checkpoint.durable.every", text)
         return
     between, key = (durable, "durable.every") if durable else (every, "every")
     if between and copies % between:
         text = (
             f"{copies} does not fall on the saves in the run directory, of which the copies are made"
-            f" (checkpoint.{key} {between}); use {_near(copies, between)}"
+            f" (checkpoint.{key} {between}); use {_nearest_multiples(copies, between)}"
         )
         yield SpecProblem("checkpoint.object.every", text)
     kept = spec.keep_every
@@ -223,7 +225,7 @@ def _of_steps(spec: CheckpointSpec, steps: int | None) -> Iterator[SpecProblem]:
         yield SpecProblem("checkpoint.keep_every", text)
 
 
-def _of_no_memory(spec: CheckpointSpec) -> Iterator[SpecProblem]:
+def _check_without_memory(spec: CheckpointSpec) -> Iterator[SpecProblem]:
     """Ranks that write to the run directory themselves write nowhere else, and all that is saved."""
     needs = "needs saves in the memory of nodes; set checkpoint.memory to 1 or 2, or leave it out"
     used = {
@@ -239,7 +241,7 @@ def _of_no_memory(spec: CheckpointSpec) -> Iterator[SpecProblem]:
             yield SpecProblem(f"checkpoint.{key}", needs)
 
 
-def _near(wrong: int, base: int) -> str:
+def _nearest_multiples(wrong: int, base: int) -> str:
     """The multiples on both sides of a number that is none."""
     below = wrong // base * base
     return f"{below} or {below + base}" if below else f"{base}"

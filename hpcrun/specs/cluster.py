@@ -9,33 +9,42 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from hpcrun.errors import SpecError, SpecProblem, UsageError
-from hpcrun.specs.fields import Directory, Memory, Module, Name, Pattern, Time, Word, keeps_needed
+from hpcrun.specs.fields import (
+    ExpandablePath,
+    MemoryText,
+    ModuleName,
+    SystemName,
+    TimeText,
+    VariableName,
+    VariablePattern,
+    keep_required_variables,
+)
 from hpcrun.specs.preflight import SitePreflightSpec
-from hpcrun.specs.profiles import all_profiles
-from hpcrun.specs.telemetry import Hooks, SiteTelemetrySpec
-from hpcrun.specs.validation import problems_of
-from hpcrun.specs.yaml import Document, load_document, parse_document, render_document
+from hpcrun.specs.profiles import list_profiles
+from hpcrun.specs.telemetry import HookList, SiteTelemetrySpec
+from hpcrun.specs.validation import problems_of_validation_error
+from hpcrun.specs.yaml import YamlDocument, load_yaml, parse_yaml, render_yaml
 
 
-class _Section(BaseModel):
+class _ClusterSection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class PartitionSpec(_Section):
+class PartitionSpec(_ClusterSection):
     """One partition: what its nodes have, and the most that a job may ask of it."""
 
     default: bool = Field(default=False, description="taken when a job names none; one at most")
-    max_time: Time | None = Field(default=None, description="longest time limit, such as 2-00:00:00")
+    max_time: TimeText | None = Field(default=None, description="longest time limit, such as 2-00:00:00")
     max_nodes: int | None = Field(default=None, ge=1, description="most nodes of a job")
     gpus_per_node: int | None = Field(default=None, ge=0, description="GPUs of a node")
-    gpu_type: Word | None = Field(default=None, description="the type's name in Slurm, such as h100")
+    gpu_type: SystemName | None = Field(default=None, description="the type's name in Slurm, such as h100")
     cpus_per_node: int | None = Field(default=None, ge=1, description="CPUs of a node")
-    mem_per_node: Memory | None = Field(default=None, description="memory of a node, such as 2000G")
+    mem_per_node: MemoryText | None = Field(default=None, description="memory of a node, such as 2000G")
     exclusive: bool = Field(default=False, description="ask for whole nodes")
-    qos: Word | None = Field(default=None, description="quality of service when a job names none")
+    qos: SystemName | None = Field(default=None, description="quality of service when a job names none")
 
 
-class GpuSpec(_Section):
+class GpuSpec(_ClusterSection):
     """How GPUs are asked for."""
 
     request: Literal["gpus-per-node", "gres", "gpus", "gpus-per-task", "none"] = Field(
@@ -48,27 +57,27 @@ class GpuSpec(_Section):
     bind: str | None = Field(default="none", description="srun --gpu-bind; null: say nothing")
 
 
-class MpiSpec(_Section):
+class MpiSpec(_ClusterSection):
     """The MPI library of the ranks, and what starts them."""
 
     library: Literal["mpich", "openmpi", "intel", "cray", "none"] = Field(
         default="mpich", description="what mpi4py picks at run time"
     )
-    libmpi: Directory | None = Field(default=None, description="path of the library (MPI4PY_LIBMPI)")
+    libmpi: ExpandablePath | None = Field(default=None, description="path of the library (MPI4PY_LIBMPI)")
     pmi: Literal["pmi2", "pmix", "pmix_v3", "pmix_v4", "pmix_v5", "cray_shasta", "none"] = Field(
         default="pmi2", description="srun --mpi; mpich speaks pmi2, Open MPI pmix"
     )
     launcher: Literal["hydra", "srun", "mpirun"] = Field(default="hydra", description="what starts the ranks")
 
 
-class PythonSpec(_Section):
+class PythonSpec(_ClusterSection):
     """The interpreter on the compute nodes."""
 
-    path: Directory | None = Field(default=None, description="default: the one that submits")
+    path: ExpandablePath | None = Field(default=None, description="default: the one that submits")
     checks: list[str] = Field(default=[], description="modules that must import there, such as torch")
 
 
-class ContainerSpec(_Section):
+class ContainerSpec(_ClusterSection):
     """How ranks run in containers; supervisor and agents stay outside."""
 
     runtime: Literal["pyxis", "apptainer", "singularity", "none"] = Field(default="none")
@@ -76,23 +85,23 @@ class ContainerSpec(_Section):
     options: list[str] = Field(default=[], description="further words for the runtime")
 
 
-class ModulesSpec(_Section):
+class ModulesSpec(_ClusterSection):
     """Environment modules."""
 
     init: list[str] = Field(default=[], description="shell lines that define `module`; the admin's code")
     purge: bool = Field(default=False, description="`module purge` first")
-    load: list[Module] = Field(default=[], description="loaded for every job, before the job's own")
+    load: list[ModuleName] = Field(default=[], description="loaded for every job, before the job's own")
 
 
-class NetworkSpec(_Section):
+class NetworkSpec(_ClusterSection):
     """What traffic between nodes runs over."""
 
-    interface: Word | None = Field(default=None, description="IP interface, such as ib0 or eth0")
-    hcas: list[Word] = Field(default=[], description="InfiniBand or RoCE devices, such as mlx5_0")
+    interface: SystemName | None = Field(default=None, description="IP interface, such as ib0 or eth0")
+    hcas: list[SystemName] = Field(default=[], description="InfiniBand or RoCE devices, such as mlx5_0")
     fabric_suffix: str = Field(
         default="", pattern=r"^[A-Za-z0-9.-]*$", description="added to a node's name for its fabric address"
     )
-    fabric: Word | None = Field(
+    fabric: SystemName | None = Field(
         default=None, description="its kind, such as infiniband or roce-spectrum; see `hpcrun tune checklist`"
     )
     traffic_class: int | None = Field(
@@ -112,22 +121,22 @@ class NetworkSpec(_Section):
         pattern=r"^[0-9A-Fa-f.:]+/[0-9]{1,3}$",
         description="RoCE: the network of these, 10.1.0.0/16",
     )
-    nccl_topology: Directory | None = Field(
+    nccl_topology: ExpandablePath | None = Field(
         default=None, description="NCCL's topology file for this kind of (virtual) machine"
     )
-    reports: Directory | None = Field(
+    reports: ExpandablePath | None = Field(
         default=None,
         description="what `hpcrun doctor --all --json` has told of the nodes, for values by node",
     )
-    policy: Directory | None = Field(
+    policy: ExpandablePath | None = Field(
         default=None, description="what `hpcrun tune policy add` has written: tuning by measured gain"
     )
 
 
-class LevelSpec(_Section):
+class LevelSpec(_ClusterSection):
     """One level of the network, from the node upwards."""
 
-    name: Word = Field(description="leaf, spine, core, ...")
+    name: SystemName = Field(description="leaf, spine, core, ...")
     bandwidth_GBps: float = Field(gt=0, description="of one node's link at this level, one direction")
     oversubscription: float = Field(
         default=1.0, ge=1, description="of the links into this level: traffic below over capacity"
@@ -135,15 +144,17 @@ class LevelSpec(_Section):
     latency_us: float | None = Field(default=None, gt=0, description="added by this level, one way")
 
 
-class TopologySpec(_Section):
+class TopologySpec(_ClusterSection):
     """Where the shape of the network is known from, and what its levels carry."""
 
     source: Literal["slurm", "file", "table", "names", "none"] = Field(
         default="slurm",
         description="scontrol, a topology file, the table here, node names, or one flat switch",
     )
-    file: Directory | None = Field(default=None, description="topology.conf or topology.yaml, for `file`")
-    table: dict[Word, str | dict[Word, str | dict[Word, str]]] | None = Field(
+    file: ExpandablePath | None = Field(
+        default=None, description="topology.conf or topology.yaml, for `file`"
+    )
+    table: dict[SystemName, str | dict[SystemName, str | dict[SystemName, str]]] | None = Field(
         default=None,
         description="leaves with their nodes, {leaf1: n[01-04]}, or spines with leaves, for `table`",
     )
@@ -153,10 +164,10 @@ class TopologySpec(_Section):
     levels: list[LevelSpec] = Field(default=[], description="from the leaf upwards")
 
 
-class FileSystemSpec(_Section):
+class FileSystemSpec(_ClusterSection):
     """One file system as jobs see it."""
 
-    path: Directory = Field(description="where it is; $USER and ~ are replaced")
+    path: ExpandablePath = Field(description="where it is; $USER and ~ are replaced")
     kind: Literal["lustre", "gpfs", "beegfs", "nfs", "weka", "local", "other"] = Field(default="other")
     shared: bool = Field(default=True, description="the same on login and compute nodes")
     purged_days: int | None = Field(default=None, ge=1, description="files older than this are removed")
@@ -164,18 +175,18 @@ class FileSystemSpec(_Section):
     write_GBps: float | None = Field(default=None, gt=0, description="what a job can write to it, all nodes")
 
 
-class ClusterSpec(_Section):
+class ClusterSpec(_ClusterSection):
     """A cluster's profile."""
 
-    name: Word = Field(description="the cluster, as jobs name it")
+    name: SystemName = Field(description="the cluster, as jobs name it")
     default: bool = Field(default=False, description="taken when a job names no cluster")
-    slurm_cluster: Word | None = Field(default=None, description="sbatch -M; null: the local one")
+    slurm_cluster: SystemName | None = Field(default=None, description="sbatch -M; null: the local one")
     slurm_version: str | None = Field(
         default=None, pattern=r"^[0-9]{2}\.[0-9]{2}(\.[0-9]+)?$", description="such as 24.05, in quotes"
     )
-    slurm_module: Module | None = Field(default=None, description="module that holds the Slurm commands")
-    account: Word | None = Field(default=None, description="account when a job names none")
-    partitions: dict[Word, PartitionSpec] = Field(default={}, description="by name")
+    slurm_module: ModuleName | None = Field(default=None, description="module that holds the Slurm commands")
+    account: SystemName | None = Field(default=None, description="account when a job names none")
+    partitions: dict[SystemName, PartitionSpec] = Field(default={}, description="by name")
     gpus: GpuSpec = GpuSpec()
     mpi: MpiSpec = MpiSpec()
     python: PythonSpec = PythonSpec()
@@ -183,24 +194,28 @@ class ClusterSpec(_Section):
     modules: ModulesSpec = ModulesSpec()
     network: NetworkSpec = NetworkSpec()
     topology: TopologySpec = TopologySpec()
-    file_systems: dict[Word, FileSystemSpec] = Field(default={}, description="by name: scratch, home, ...")
+    file_systems: dict[SystemName, FileSystemSpec] = Field(
+        default={}, description="by name: scratch, home, ..."
+    )
     preflight: SitePreflightSpec = SitePreflightSpec()
     quota: list[str] = Field(default=[], description="command that prints the user's quota, as words")
-    root: Directory | None = Field(default=None, description="where run directories are made")
-    log_roots: list[Directory] = Field(default=[], description="places for run directories; empty: any")
+    root: ExpandablePath | None = Field(default=None, description="where run directories are made")
+    log_roots: list[ExpandablePath] = Field(default=[], description="places for run directories; empty: any")
     setup: list[str] = Field(default=[], description="shell lines before the job; the admin's code")
     teardown: list[str] = Field(default=[], description="shell lines after the job; the admin's code")
-    env: Annotated[dict[Name, str | None], AfterValidator(keeps_needed)] = Field(
+    env: Annotated[dict[VariableName, str | None], AfterValidator(keep_required_variables)] = Field(
         default={}, description="environment of every job; null: unset; the job's own wins"
     )
-    env_deny: list[Pattern] = Field(
+    env_deny: list[VariablePattern] = Field(
         default=[],
         description="variables that no job inherits from where it is submitted, as shell patterns such as"
         " TRITON_CACHE_DIR or *_CACHE_PATH",
     )
 
     telemetry: SiteTelemetrySpec = SiteTelemetrySpec()
-    hooks: Hooks = Field(default=[], description="called for every run, beside the job's; the admin's code")
+    hooks: HookList = Field(
+        default=[], description="called for every run, beside the job's; the admin's code"
+    )
 
     @property
     def default_partition(self) -> str | None:
@@ -210,24 +225,24 @@ class ClusterSpec(_Section):
 
 def load_cluster(path: Path) -> ClusterSpec:
     """Read a profile; SpecError lists every mistake with file, line and key."""
-    return _resolve(load_document(path))
+    return _resolve_cluster(load_yaml(path))
 
 
 def parse_cluster(text: str, name: str) -> ClusterSpec:
     """The same for text that is already in memory."""
-    return _resolve(parse_document(text, name))
+    return _resolve_cluster(parse_yaml(text, name))
 
 
 def render_cluster(cluster: ClusterSpec) -> str:
     """A profile as YAML, defaults included; parse_cluster reads it back to the same profile."""
-    return render_document(cluster.model_dump(mode="json"))
+    return render_yaml(cluster.model_dump(mode="json"))
 
 
 def find_cluster(name: str | None = None) -> ClusterSpec | None:
     """The profile of this name or path; without one the default or only one, or None where there is none."""
     if name is not None and (name.endswith((".yaml", ".yml")) or "/" in name):
         return load_cluster(Path(name))
-    clusters = {path: load_cluster(path) for path in all_profiles()}
+    clusters = {path: load_cluster(path) for path in list_profiles()}
     known = ", ".join(cluster.name for cluster in clusters.values()) or "none"
     if name is not None:
         wanted = [cluster for cluster in clusters.values() if cluster.name == name]
@@ -243,13 +258,13 @@ def find_cluster(name: str | None = None) -> ClusterSpec | None:
     return clusters[chosen[0]] if chosen else None
 
 
-def _resolve(document: Document) -> ClusterSpec:
+def _resolve_cluster(document: YamlDocument) -> ClusterSpec:
     # A key with nothing after it, all its lines commented out, stands for its defaults.
     given = {k: v for k, v in document.values.items() if v is not None or k not in ClusterSpec.model_fields}
     try:
         cluster = ClusterSpec.model_validate(given)
     except ValidationError as error:
-        problems = problems_of(error, ClusterSpec)
+        problems = problems_of_validation_error(error, ClusterSpec)
     else:
         problems = list(_contradictions(cluster))
         if not problems:

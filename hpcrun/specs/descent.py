@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 _DESCENT = re.compile(r"(?:[0-9]+@[0-9]+(?: [0-9]+@[0-9]+)*)?")
-_MOST_STARTS = 200
+_MAX_STARTS = 200
 """What is descended from longer ago has long been deleted."""
 
 
-class Descended(Protocol):
+class HasDescent(Protocol):
     """A save, wherever it is kept."""
 
     @property
@@ -33,7 +33,7 @@ class Descended(Protocol):
         """What that start went on from."""
 
 
-_Save = TypeVar("_Save", bound=Descended)
+_Save = TypeVar("_Save", bound=HasDescent)
 
 
 def is_descent(text: object) -> bool:
@@ -41,15 +41,15 @@ def is_descent(text: object) -> bool:
     return isinstance(text, str) and _DESCENT.fullmatch(text) is not None
 
 
-def descent_from(save: Descended, attempt: int) -> str:
+def descent_after(save: HasDescent, attempt: int) -> str:
     """The descent of what a start saves after it has gone on from this save."""
     if save.attempt == attempt:  # it has gone back to a save of its own
         return save.descent
     starts = [*save.descent.split(), f"{save.attempt}@{save.step}"]
-    return " ".join(starts[-_MOST_STARTS:])
+    return " ".join(starts[-_MAX_STARTS:])
 
 
-def is_on_line(save: Descended, tip: Descended) -> bool:
+def is_in_lineage(save: HasDescent, tip: HasDescent) -> bool:
     """Whether a save is `tip`, or one that `tip` has come from."""
     if save.attempt == tip.attempt:
         return save.step <= tip.step and save.descent == tip.descent
@@ -59,12 +59,12 @@ def is_on_line(save: Descended, tip: Descended) -> bool:
     )
 
 
-def order(save: Descended) -> tuple[int, int]:
+def lineage_order(save: HasDescent) -> tuple[int, int]:
     """What a later save has more of: starts are numbered as they begin, and steps of one only grow."""
     return save.attempt, save.step
 
 
-def line_of(saves: Iterable[_Save]) -> list[_Save]:
+def select_lineage(saves: Iterable[_Save]) -> list[_Save]:
     """Of saves of one run: the newest and what it has come from, oldest first; the others were left."""
-    ordered = sorted(saves, key=order)
-    return [one for one in ordered if is_on_line(one, ordered[-1])]
+    ordered = sorted(saves, key=lineage_order)
+    return [one for one in ordered if is_in_lineage(one, ordered[-1])]

@@ -11,66 +11,66 @@ from pydantic import AfterValidator, Field, StringConstraints
 from hpcrun.errors import UsageError
 from hpcrun.units import parse_memory, parse_time
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """The name of an environment variable."""
-Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")]
+SystemName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:+-]{0,127}$")]
 """A name that Slurm or the kernel has given: a partition, a device."""
-Line = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$")]
+SingleLineText = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$")]
 """Text without line breaks and control characters."""
-Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
+NoNulText = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 """Text that can be an argument or a value in an environment."""
-Place = Annotated[str, StringConstraints(pattern=r"^/[^\x00-\x1f\x7f]*$")]
+AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/[^\x00-\x1f\x7f]*$")]
 """An absolute path."""
-Directory = Annotated[str, StringConstraints(pattern=r"^[/$~][^\x00-\x1f]*$")]
+ExpandablePath = Annotated[str, StringConstraints(pattern=r"^[/$~][^\x00-\x1f]*$")]
 """An absolute path that may begin with `~` or hold variables."""
-Module = Annotated[str, StringConstraints(pattern=r"^[^-\x00-\x20\x7f][^\x00-\x1f\x7f]*$")]
+ModuleName = Annotated[str, StringConstraints(pattern=r"^[^-\x00-\x20\x7f][^\x00-\x1f\x7f]*$")]
 """An environment module."""
-Mount = Annotated[str, StringConstraints(pattern=r"^[^,\x00-\x1f\x7f]+$")]
+ContainerMount = Annotated[str, StringConstraints(pattern=r"^[^,\x00-\x1f\x7f]+$")]
 """SOURCE:TARGET[:ro] of a container."""
-Option = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
+SbatchOptionName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$")]
 """A long option of sbatch, without the dashes."""
-Positive = Annotated[int, Field(ge=1)]
-NEEDED = ("PATH", "HOME", "USER", "SLURM_CONF")
+PositiveInt = Annotated[int, Field(ge=1)]
+REQUIRED_VARIABLES = ("PATH", "HOME", "USER", "SLURM_CONF")
 """Variables that no job does without."""
 
 
-def _spares_needed(pattern: str) -> str:
-    taken = [name for name in NEEDED if fnmatchcase(name, pattern)]
+def _spares_required_variables(pattern: str) -> str:
+    taken = [name for name in REQUIRED_VARIABLES if fnmatchcase(name, pattern)]
     if taken:
         raise ValueError(f"{pattern} would take {', '.join(taken)} away, which jobs need; write it narrower")
     return pattern
 
 
-Pattern = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9_*?\[\]!-]+$"), AfterValidator(_spares_needed)
+VariablePattern = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_*?\[\]!-]+$"), AfterValidator(_spares_required_variables)
 ]
 """Names of environment variables, as a shell's pattern: TRITON_CACHE_DIR, *_CACHE_PATH."""
 
 
-def keeps_needed(env: dict[str, str | None]) -> dict[str, str | None]:
+def keep_required_variables(env: dict[str, str | None]) -> dict[str, str | None]:
     """Validator of an `env`: what no job does without is not unset."""
-    for name in taken_away(env):
-        if name in NEEDED:
+    for name in unset_variables(env):
+        if name in REQUIRED_VARIABLES:
             raise ValueError(f"{name}: jobs need it, it cannot be null; give a value, or leave it out")
     return env
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
+def matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
     """Whether one of these patterns names a variable."""
     return any(fnmatchcase(name, one) for one in patterns)
 
 
-def given(env: Mapping[str, str | None]) -> dict[str, str]:
+def set_variables(env: Mapping[str, str | None]) -> dict[str, str]:
     """The variables that an `env` sets."""
     return {name: value for name, value in env.items() if value is not None}
 
 
-def taken_away(env: Mapping[str, str | None]) -> list[str]:
+def unset_variables(env: Mapping[str, str | None]) -> list[str]:
     """The variables that an `env` unsets."""
     return [name for name, value in env.items() if value is None]
 
 
-def readable(parse: Callable[[str], object]) -> AfterValidator:
+def parsed_by(parse: Callable[[str], object]) -> AfterValidator:
     """Text that one of the unit parsers takes; kept as it was written."""
 
     def check(text: str) -> str:
@@ -83,7 +83,7 @@ def readable(parse: Callable[[str], object]) -> AfterValidator:
     return AfterValidator(check)
 
 
-Time = Annotated[str, readable(parse_time)]
+TimeText = Annotated[str, parsed_by(parse_time)]
 """A time limit, such as 90m or 2-00:00:00."""
-Memory = Annotated[str, readable(parse_memory)]
+MemoryText = Annotated[str, parsed_by(parse_memory)]
 """An amount of memory, such as 64G."""

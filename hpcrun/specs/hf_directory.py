@@ -12,11 +12,11 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.files import UntrustedFileError, is_plain_name, read_regular
-from hpcrun.specs.tensor_files import FLOATS, StoredTensor, read_header
+from hpcrun.specs.tensor_files import FLOAT_DTYPES, StoredTensor, read_safetensors_header
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
+SAFETENSORS_FILE = "model.safetensors"
+SAFETENSORS_INDEX_FILE = "model.safetensors.index.json"
+HF_CONFIG_FILE = "config.json"
 _MOST_CONFIG_BYTES = 1 << 20
 _MOST_INDEX_BYTES = 256 << 20
 _SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -25,7 +25,7 @@ _ROTARY = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
-class HFLayout:
+class HfLayout:
     """The tensors of a directory under our names."""
 
     directory: Path
@@ -37,26 +37,30 @@ class HFLayout:
 
     def torch_types(self) -> dict[str, str]:
         """From our name of a tensor to torch's name of its type."""
-        return {name: FLOATS.get(tensor.dtype, tensor.dtype) for name, tensor in self.tensors.items()}
+        return {name: FLOAT_DTYPES.get(tensor.dtype, tensor.dtype) for name, tensor in self.tensors.items()}
 
 
-def read_layout(directory: Path) -> HFLayout:
+def read_hf_layout(directory: Path) -> HfLayout:
     """UsageError where files are missing or damaged, or the index and the files do not say the same."""
     notes = list[str]()
-    if (directory / SINGLE).is_file():
-        if (directory / INDEX).is_file():
+    if (directory / SAFETENSORS_FILE).is_file():
+        if (directory / SAFETENSORS_INDEX_FILE).is_file():
             raise UsageError(
-                f"{directory}: has both {SINGLE} and {INDEX}, so it is not clear which weights count;"
+                f"{directory}: has both {SAFETENSORS_FILE} and {SAFETENSORS_INDEX_FILE}, so it is not"
+                " clear which weights count;"
                 " move one of the two away"
             )
-        stored = read_header(directory / SINGLE)
-    elif (directory / INDEX).is_file():
+        stored = read_safetensors_header(directory / SAFETENSORS_FILE)
+    elif (directory / SAFETENSORS_INDEX_FILE).is_file():
         stored = _read_shards(directory, notes)
     else:
-        raise UsageError(f"{directory}: has neither {SINGLE} nor {INDEX}; {what_to_do(directory)}")
+        raise UsageError(
+            f"{directory}: has neither {SAFETENSORS_FILE} nor {SAFETENSORS_INDEX_FILE};"
+            f" {conversion_advice(directory)}"
+        )
     rotary = [name for name in stored if name.endswith(_ROTARY)]
     if rotary:
-        notes.append(f"{len(rotary)} tensors *{_ROTARY} are not taken, as they follow from {CONFIG}")
+        notes.append(f"{len(rotary)} tensors *{_ROTARY} are not taken, as they follow from {HF_CONFIG_FILE}")
     ours: dict[str, str] = {}
     for name in [one for one in stored if not one.endswith(_ROTARY)]:
         other = ours.setdefault(name.removeprefix("model."), name)
@@ -65,43 +69,44 @@ def read_layout(directory: Path) -> HFLayout:
                 f"{directory}: has both {other} and {name}, so it is not clear which one counts; save it with"
                 " one of them"
             )
-    return HFLayout(directory, ours, {name: stored[one] for name, one in ours.items()}, tuple(notes))
+    return HfLayout(directory, ours, {name: stored[one] for name, one in ours.items()}, tuple(notes))
 
 
-def why_inexact(layout: HFLayout, kept: str) -> str | None:
+def why_precision_is_lost(layout: HfLayout, kept: str) -> str | None:
     """In words why weights would lose digits in the type that training keeps them in, else None."""
     wide = [name for name, tensor in layout.tensors.items() if tensor.dtype == "F64"]
     if not wide or kept == "float64":
         return None
     return (
-        f"{layout.directory}: {some(wide)} {'are' if wide[1:] else 'is'} float64, but this job keeps weights"
+        f"{layout.directory}: {format_some_names(wide)} {'are' if wide[1:] else 'is'} float64, but this"
+        " job keeps weights"
         f" in {kept}, which may lose digits; set train.precision: fp64, or import them with"
         f" `hpcrun ckpt import {layout.directory} --dtype {kept}`"
     )
 
 
-def dtype_note(config: dict[str, Any], layout: HFLayout) -> str | None:
+def dtype_mismatch_note(config: dict[str, Any], layout: HfLayout) -> str | None:
     """What config.json says of the type of the tensors, where the tensors have another one."""
-    stated = stated_dtype(config)
+    stated = configured_dtype(config)
     found = Counter(layout.torch_types().values())
     if stated is None or set(found) == {stated}:
         return None
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in found.most_common())
-    return f"{CONFIG} says {stated}, the tensors are {kinds}; what the tensors are counts"
+    return f"{HF_CONFIG_FILE} says {stated}, the tensors are {kinds}; what the tensors are counts"
 
 
-def stated_dtype(config: dict[str, Any]) -> str | None:
+def configured_dtype(config: dict[str, Any]) -> str | None:
     """What a config.json says of the type of the tensors; transformers 5 calls it dtype."""
     stated = config.get("dtype", config.get("torch_dtype"))
     return stated.removeprefix("torch.") if isinstance(stated, str) else None
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def read_hf_config(directory: Path) -> dict[str, Any]:
     """The config.json of a directory; ValueError says what is wrong with it, FileNotFoundError."""
-    return _read_object(directory / CONFIG, _MOST_CONFIG_BYTES)
+    return _read_object(directory / HF_CONFIG_FILE, _MOST_CONFIG_BYTES)
 
 
-def some(names: Iterable[str], most: int = 3) -> str:
+def format_some_names(names: Iterable[str], most: int = 3) -> str:
     """`a, b, c and 4 more`."""
     items = list(names)
     more = f" and {len(items) - most} more" if len(items) > most else ""
@@ -125,7 +130,7 @@ def _read_object(path: Path, most_bytes: int) -> dict[str, Any]:
 
 def _read_shards(directory: Path, notes: list[str]) -> dict[str, StoredTensor]:
     """The tensors of all shards, each where the index says and nowhere else."""
-    path = directory / INDEX
+    path = directory / SAFETENSORS_INDEX_FILE
     try:
         index = _read_object(path, _MOST_INDEX_BYTES)
     except (OSError, ValueError) as error:
@@ -140,41 +145,46 @@ def _read_shards(directory: Path, notes: list[str]) -> dict[str, StoredTensor]:
             raise UsageError(f"{path}: names {shard!r}, outside its directory; do not use these weights")
         if not (directory / shard).is_file():
             raise UsageError(f"{path}: names {shard}, which is not there; download the missing file")
-        there = read_header(directory / shard)
+        there = read_safetensors_header(directory / shard)
         lacking = [name for name, place in places.items() if place == shard and name not in there]
         if lacking:
             raise UsageError(
-                f"{directory / shard}: has no {some(lacking)}, against {INDEX}; download or export it again"
+                f"{directory / shard}: has no {format_some_names(lacking)}, against"
+                f" {SAFETENSORS_INDEX_FILE}; download or export it again"
             )
         unlisted = [name for name in there if places.get(name) != shard]
         if unlisted:
             raise UsageError(
-                f"{directory / shard}: also holds {some(unlisted)}, against {INDEX}; download or export it"
+                f"{directory / shard}: also holds {format_some_names(unlisted)}, against"
+                f" {SAFETENSORS_INDEX_FILE}; download or export it"
                 " again"
             )
         stored |= there
     others = {one.name for one in directory.iterdir() if _SHARD.fullmatch(one.name)} - set(places.values())
     if others:
-        notes.append(f"{some(sorted(others))}: not named by {INDEX}, so not read")
+        notes.append(
+            f"{format_some_names(sorted(others))}: not named by {SAFETENSORS_INDEX_FILE}, so not read"
+        )
     total = index["metadata"].get("total_size") if isinstance(index.get("metadata"), dict) else None
     size = sum(tensor.size_bytes for tensor in stored.values())
     if total not in (None, size):
-        notes.append(f"{INDEX} says {total} bytes in all, the tensors take {size}")
+        notes.append(f"{SAFETENSORS_INDEX_FILE} says {total} bytes in all, the tensors take {size}")
     # in the order of the index
     return {name: stored[name] for name in places}
 
 
-def pickles_in(directory: Path) -> list[str]:
+def find_pickled_weights(directory: Path) -> list[str]:
     """Weights that take a pickle to read, which may run code."""
     suffixes = (".bin", ".pt", ".pth", ".ckpt")
     return sorted(one.name for one in directory.glob("*") if one.suffix in suffixes)
 
 
-def what_to_do(directory: Path) -> str:
+def conversion_advice(directory: Path) -> str:
     """In place of a directory without safetensors; transformers makes safetensors of pickles."""
-    if not pickles_in(directory):
+    if not find_pickled_weights(directory):
         return "give a directory with one"
     return (
-        f"{some(pickles_in(directory))} may run code when loaded, so convert where you trust it:"
+        f"{format_some_names(find_pickled_weights(directory))} may run code when loaded, so convert where"
+        " you trust it:"
         " AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW), and give NEW"
     )

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.hf_directory import read_config
-from hpcrun.specs.tensor_files import FLOATS, read_header
+from hpcrun.specs.hf_directory import read_hf_config
+from hpcrun.specs.tensor_files import FLOAT_DTYPES, read_safetensors_header
 
 _SECTIONS = ("quantization_config", "compression_config", "quantization")
 """Keys of config.json that say how weights were quantised."""
@@ -39,7 +39,7 @@ def why_quantised(directory: Path) -> str | None:
             return f"{directory / name}: the weights are quantised; {_REMEDY}"
     for path in _shards(directory)[:_MOST_SHARDS]:
         for tensor, kind in _types(path):
-            if kind not in FLOATS and not tensor.endswith(("inv_freq", "position_ids", "attn.bias")):
+            if kind not in FLOAT_DTYPES and not tensor.endswith(("inv_freq", "position_ids", "attn.bias")):
                 return f"{path}: the weights are quantised ({tensor} is stored as {kind}); {_REMEDY}"
     return None
 
@@ -56,11 +56,11 @@ def _shards(directory: Path) -> list[Path]:
 def _types(path: Path) -> Iterator[tuple[str, str]]:
     """The tensors in a safetensors file and the type of each, as its header says."""
     with suppress(UsageError):
-        yield from ((name, tensor.dtype) for name, tensor in read_header(path).items())
+        yield from ((name, tensor.dtype) for name, tensor in read_safetensors_header(path).items())
 
 
 def _json(directory: Path) -> Mapping[str, Any]:
     try:
-        return read_config(directory)
+        return read_hf_config(directory)
     except (OSError, ValueError):
         return {}

@@ -25,7 +25,7 @@ IDENTITY_KEYS = ("run_id", "made_at", "copied_from")
 
 
 @dataclass(frozen=True)
-class Place:
+class DirectoryLocation:
     """Where a run directory is: its path and, as a renamed directory keeps it, its inode."""
 
     host: str
@@ -33,45 +33,45 @@ class Place:
     device: int
     inode: int
 
-    def is_same_inode(self, other: Place) -> bool:
+    def is_same_inode(self, other: DirectoryLocation) -> bool:
         """Whether both may be one directory. A device's number says something on its own host alone."""
         return self.inode == other.inode and (self.device == other.device or self.host != other.host)
 
 
 @dataclass(frozen=True)
-class Identity:
+class RunIdentity:
     """Which run a directory is."""
 
     run_id: str
-    made_at: Place
+    made_at: DirectoryLocation
     copied_from: tuple[str, ...] = ()
     """The identities of the runs that this was copied from, whose saves it has."""
 
     @classmethod
-    def new(cls, folder: Path, run_id: str | None = None) -> Identity:
+    def new(cls, folder: Path, run_id: str | None = None) -> RunIdentity:
         """One for a run that is made in this directory; `run_id` where it was chosen before."""
-        return cls(run_id or new_run_id(), place_of(folder))
+        return cls(run_id or new_run_id(), locate_directory(folder))
 
-    def branched(self, folder: Path, run_id: str | None = None) -> Identity:
+    def branched(self, folder: Path, run_id: str | None = None) -> RunIdentity:
         """One for a copy in this directory, which becomes a run of its own."""
         copied_from = (self.run_id, *self.copied_from)
-        return Identity(run_id or new_run_id(), place_of(folder), copied_from)
+        return RunIdentity(run_id or new_run_id(), locate_directory(folder), copied_from)
 
     def is_at(self, folder: Path) -> bool:
         """Whether the run itself is in this directory, and not a copy of it.
 
         A directory that was moved is still the run, unless the run is where it was made.
         """
-        here = place_of(folder)
+        here = locate_directory(folder)
         if here.path == self.made_at.path:
             return True
         return here.is_same_inode(self.made_at) and not self._is_elsewhere(here)
 
-    def _is_elsewhere(self, here: Place) -> bool:
+    def _is_elsewhere(self, here: DirectoryLocation) -> bool:
         """Whether another directory lies where the run was made, and is that run."""
         folder = Path(self.made_at.path)
         try:
-            there, found = place_of(folder), read_identity(folder)
+            there, found = locate_directory(folder), read_run_identity(folder)
         except (OSError, UsageError):
             return False
         return (there.device, there.inode) != (here.device, here.inode) and bool(
@@ -84,47 +84,49 @@ def new_run_id() -> str:
     return uuid.uuid4().hex
 
 
-def place_of(folder: Path) -> Place:
+def locate_directory(folder: Path) -> DirectoryLocation:
     """Where a directory is now; OSError where there is none."""
     path = folder.resolve()
     status = path.stat()
-    return Place(os.uname().nodename, str(path), status.st_dev, status.st_ino)
+    return DirectoryLocation(os.uname().nodename, str(path), status.st_dev, status.st_ino)
 
 
-def parse_identity(record: Any) -> Identity | None:
+def parse_run_identity(record: Any) -> RunIdentity | None:
     """What job.json says; None for a run of before there were identities, UsageError for a damaged one."""
     if not isinstance(record, dict) or "run_id" not in record:
         return None
     run_id, place = record["run_id"], record.get("made_at") or {}
     try:
-        made_at = Place(str(place["host"]), str(place["path"]), int(place["device"]), int(place["inode"]))
+        made_at = DirectoryLocation(
+            str(place["host"]), str(place["path"]), int(place["device"]), int(place["inode"])
+        )
     except (TypeError, KeyError, ValueError, OverflowError):
         raise UsageError("made_at is not the place of a directory") from None
     copied_from = record.get("copied_from") or []
     if not isinstance(copied_from, list) or not all(map(_is_run_id, [run_id, *copied_from])):
         raise UsageError("run_id or copied_from is not 32 hexadecimal digits")
-    return Identity(run_id, made_at, tuple(copied_from))
+    return RunIdentity(run_id, made_at, tuple(copied_from))
 
 
 def _is_run_id(value: Any) -> bool:
     return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
 
 
-def read_identity(folder: Path) -> Identity | None:
+def read_run_identity(folder: Path) -> RunIdentity | None:
     """The identity of the run in a directory; None without one, UsageError where job.json is damaged."""
     path = folder / _FILE
     record = read_json(path)
     try:
-        return parse_identity(record)
+        return parse_run_identity(record)
     except UsageError as error:
         raise UsageError(f"{path}: is damaged: {error}") from None
 
 
-def write_identity(folder: Path, identity: Identity, **values: Any) -> None:
+def write_run_identity(folder: Path, identity: RunIdentity, **values: Any) -> None:
     """Write job.json anew: the identity, and these values."""
     write_json(folder / _FILE, {**values, **asdict(identity)})
 
 
-def digest_of(folder: Path) -> str:
+def directory_digest(folder: Path) -> str:
     """What stands for the identity of a directory that has none yet."""
     return hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=16).hexdigest()

@@ -10,14 +10,23 @@ from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.elastic import ElasticSpec
-from hpcrun.specs.fields import Line, Module, Name, Pattern, Place, Text, Word, keeps_needed
+from hpcrun.specs.fields import (
+    AbsolutePath,
+    ModuleName,
+    NoNulText,
+    SingleLineText,
+    SystemName,
+    VariableName,
+    VariablePattern,
+    keep_required_variables,
+)
 from hpcrun.specs.model import ModelSpec
-from hpcrun.specs.preflight import Preflight
+from hpcrun.specs.preflight import PreflightSelection
 from hpcrun.specs.resources import JobContainerSpec, ResourcesSpec, RetrySpec, SweepSpec
-from hpcrun.specs.telemetry import Hooks, TelemetrySpec
+from hpcrun.specs.telemetry import HookList, TelemetrySpec
 from hpcrun.specs.watch import WatchSpec
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 _OF_RANKS = {
     "RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
@@ -25,7 +34,7 @@ _OF_RANKS = {
 _OF_OTHERS = {"HPCRUN_": "hpcrun", "SUBMITIT_": "hpcrun", "SLURM_": "Slurm", "PMI_": "MPI", "PMIX_": "MPI"}
 
 
-def _free_name(name: str) -> str:
+def _require_free_name(name: str) -> str:
     if name in _OF_RANKS:
         raise ValueError("is set for each rank, so that it finds the others; leave it out")
     for prefix, owner in _OF_OTHERS.items():
@@ -40,15 +49,15 @@ def _program_first(command: list[str]) -> list[str]:
     return command
 
 
-_Variable = Annotated[Name, AfterValidator(_free_name)]
+_Variable = Annotated[VariableName, AfterValidator(_require_free_name)]
 """An environment variable that nobody else sets."""
 
 
-class _Section(BaseModel):
+class _JobSection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class ParallelSpec(_Section):
+class ParallelSpec(_JobSection):
     """How the model and the batch are cut: world = pp · dp_replicate · dp_shard · cp · tp."""
 
     pp: int = Field(default=1, ge=1, description="pipeline stages (ranks along the layers)")
@@ -64,7 +73,7 @@ class ParallelSpec(_Section):
         description="0 replicate; 1 shard the optimizer; 2 also gradients; 3 also parameters."
         " Default: 0 when dp_shard is 1, else 3, under pp 1",
     )
-    schedule: Schedule = Field(default="1f1b", description="pipeline schedule")
+    schedule: PipelineSchedule = Field(default="1f1b", description="pipeline schedule")
     virtual_stages: int | None = Field(
         default=None,
         ge=1,
@@ -75,21 +84,21 @@ class ParallelSpec(_Section):
     )
 
 
-class LrScalingSpec(_Section):
+class LrScalingSpec(_JobSection):
     """Scale the learning rate with the global batch: lr · (gbs/base_gbs), or its square root."""
 
     rule: Literal["linear", "sqrt"]
     base_gbs: int = Field(ge=1, description="the global batch that `lr` was chosen for")
 
 
-class EvalSpec(_Section):
+class EvalSpec(_JobSection):
     """Loss on the held-out share of the data."""
 
     every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
     sequences: int | None = Field(default=None, ge=1, description="how many held-out sequences; default all")
 
 
-class ProfileSpec(_Section):
+class ProfileSpec(_JobSection):
     """A window of steps recorded by torch's profiler, one trace file a rank."""
 
     start: int = Field(ge=1, description="first step recorded")
@@ -99,7 +108,7 @@ class ProfileSpec(_Section):
     )
 
 
-class TrainSpec(_Section):
+class TrainSpec(_JobSection):
     """The optimisation: how long, how much a step, which schedule."""
 
     steps: int = Field(default=100, ge=1, description="optimizer steps")
@@ -136,7 +145,7 @@ class TrainSpec(_Section):
         return "float64" if self.precision == "fp64" else "float32"
 
 
-class JobSpec(_Section):
+class JobSpec(_JobSection):
     """A job file, resolved."""
 
     name: str = Field(
@@ -151,25 +160,25 @@ class JobSpec(_Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto takes cuda only when every local rank has a GPU of its own"
     )
-    env: Annotated[dict[_Variable, Text | None], AfterValidator(keeps_needed)] = Field(
+    env: Annotated[dict[_Variable, NoNulText | None], AfterValidator(keep_required_variables)] = Field(
         default={},
         description="environment of the ranks: names of letters, digits, _ with text values; null: unset",
     )
-    env_deny: list[Pattern] = Field(
+    env_deny: list[VariablePattern] = Field(
         default=[],
         description="variables that are not inherited from where the job is submitted, as shell patterns such"
         " as TRITON_CACHE_DIR or *_CACHE_PATH; beside the profile's",
     )
-    modules: list[Module] = Field(
+    modules: list[ModuleName] = Field(
         default=[], description="environment modules to load, such as cuda/12.4, after the profile's"
     )
-    python: Place | None = Field(
+    python: AbsolutePath | None = Field(
         default=None,
         description="interpreter on the compute nodes, an absolute path; default: the profile's, else the one"
         " here",
     )
     container: JobContainerSpec | None = Field(default=None, description="what the ranks run in")
-    secrets: dict[_Variable, Annotated[Line, Field(min_length=1)]] = Field(
+    secrets: dict[_Variable, Annotated[SingleLineText, Field(min_length=1)]] = Field(
         default={}, description="environment of the ranks from files that you alone may read: NAME: PATH"
     )
     retry: RetrySpec | None = Field(
@@ -178,17 +187,19 @@ class JobSpec(_Section):
         " code 75 that it has saved",
     )
     watch: WatchSpec = Field(default=WatchSpec(), description="when no progress is a hang; slow nodes")
-    preflight: Preflight = Field(default=True, description="check nodes before an attempt; a list: but these")
+    preflight: PreflightSelection = Field(
+        default=True, description="check nodes before an attempt; a list: but these"
+    )
     telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="who else gets its figures")
-    hooks: Hooks = Field(default=[], description="programs to call when its state changes")
+    hooks: HookList = Field(default=[], description="programs to call when its state changes")
     elastic: ElasticSpec | None = Field(default=None, description="go on with fewer replicas; default: never")
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
-    cluster: Word | None = Field(
+    cluster: SystemName | None = Field(
         default=None,
         description="name of a profile (letters, digits, . _ -); local: here, without Slurm; default: the"
         " default profile",
     )
-    command: Annotated[list[Text], Field(min_length=1), AfterValidator(_program_first)] | None = Field(
+    command: Annotated[list[NoNulText], Field(min_length=1), AfterValidator(_program_first)] | None = Field(
         default=None,
         description="a program of one's own, started once a rank, instead of model, data and train",
     )
@@ -219,5 +230,5 @@ class JobSpec(_Section):
         return self.retry or (RetrySpec() if known else None)
 
 
-NOT_YET = ("parallel.cp", "parallel.ep")
+UNSUPPORTED_KEYS = ("parallel.cp", "parallel.ep")
 """Keys whose work is still to come: a value other than the default is refused, ignoring it would be a lie."""

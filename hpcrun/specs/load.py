@@ -14,22 +14,22 @@ from hpcrun.files import read_regular
 from hpcrun.local_identity import absolute_path, working_directory
 from hpcrun.specs.data import PYTHON_STDLIB
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.model import PRESETS
+from hpcrun.specs.model import MODEL_PRESETS
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.portable import portable_part
-from hpcrun.specs.resolve import defaults, resolve
+from hpcrun.specs.resolve import default_job_values, resolve_job_values
 from hpcrun.specs.resources import SweepSpec
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.sweep import combinations
-from hpcrun.specs.validation import show
-from hpcrun.specs.yaml import Document, load_document, parse_document, parse_value, render_document
+from hpcrun.specs.sweep import expand_sweep
+from hpcrun.specs.validation import format_value
+from hpcrun.specs.yaml import YamlDocument, load_yaml, parse_yaml, parse_yaml_value, render_yaml
 
 _COMMAND_LINE = "command line"
 _PATHS = ("data.text", "data.tokens", "model.hf", "model.weights")
 _ASKED = ("resources", "container", "modules", "python", "retry")
 """What the one batch script of a sweep asks for, so that its elements have to agree on it."""
 _MOST_FOREIGN_BYTES = 1 << 20
-_MOST_TOLD = 5
+_MAX_SHOWN_MISTAKES = 5
 """Mistakes in a sweep that are told one by one."""
 
 
@@ -41,7 +41,7 @@ class ResolvedJob:
     """Of a sweep: the first element's, with `sweep` in it."""
     plan: Plan | None
     """None for a command, which trains by itself."""
-    document: Document = field(default=Document({}, {}), compare=False, repr=False)
+    document: YamlDocument = field(default=YamlDocument({}, {}), compare=False, repr=False)
     """Where its keys are written."""
     elements: tuple[ResolvedJob, ...] = ()
     """Every element of a sweep as a job of its own; empty without one."""
@@ -78,7 +78,7 @@ class ResolvedJob:
             return render_job(self.spec)
         # The figures that each element settles for itself must stay open here.
         given = {key: value for key, value in self.document.values.items() if value is not None}
-        return render_document(_filled(defaults(), given))
+        return render_yaml(_with_defaults(default_job_values(), given))
 
 
 def load_job(
@@ -89,34 +89,34 @@ def load_job(
     Paths in the file are relative to the file, those in overrides to the working directory. `command`
     takes the place of the file's, and needs no file.
     """
-    document = load_document(path) if path else Document({}, {"": _COMMAND_LINE})
+    document = load_yaml(path) if path else YamlDocument({}, {"": _COMMAND_LINE})
     if command is not None:
         document.values["command"] = list(command)
         document.places["command"] = _COMMAND_LINE
-    return _resolve(document, overrides, absolute_path(path).parent if path else working_directory())
+    return _resolve_document(document, overrides, absolute_path(path).parent if path else working_directory())
 
 
-def load_job_of(run: RunDir, overrides: Sequence[str] = ()) -> ResolvedJob:
+def load_run_job(run: RunDir, overrides: Sequence[str] = ()) -> ResolvedJob:
     """The job of a run, whose directory may be anybody's."""
-    return _resolve(load_document(run.spec, follow=False), overrides, run.path)
+    return _resolve_document(load_yaml(run.spec, follow=False), overrides, run.path)
 
 
-def resolve_job(document: Document, base: Path) -> ResolvedJob:
+def resolve_job(document: YamlDocument, base: Path) -> ResolvedJob:
     """The same for values that stand in no file of ours; relative paths in them are below `base`."""
-    return _resolve(document, (), base)
+    return _resolve_document(document, (), base)
 
 
 def parse_job(text: str, name: str, overrides: Sequence[str] = ()) -> ResolvedJob:
     """The same for text that is already in memory; paths are relative to the working directory."""
-    return _resolve(parse_document(text, name), overrides, working_directory())
+    return _resolve_document(parse_yaml(text, name), overrides, working_directory())
 
 
-def load_portable(path: Path, name: str) -> tuple[ResolvedJob, list[str]]:
+def load_portable_job(path: Path, name: str) -> tuple[ResolvedJob, list[str]]:
     """The job beside a state from elsewhere, under a new name; only what describes the state is taken.
 
     Also gives the dotted keys that were left out. SpecError as load_job raises it.
     """
-    document = parse_document(_foreign_text(path), str(path))
+    document = parse_yaml(_foreign_text(path), str(path))
     kept, dropped = portable_part(document.values)
     if document.values.get("command") is not None:
         text = "a program is not taken from elsewhere, and there is no model to import into"
@@ -124,7 +124,9 @@ def load_portable(path: Path, name: str) -> tuple[ResolvedJob, list[str]]:
             [SpecProblem("command", f"{text}; give your own job with --job", document.where("command"))]
         )
     kept.pop("name", None)
-    return _resolve(Document(kept, document.places), [f"name={name}"], absolute_path(path).parent), dropped
+    return _resolve_document(
+        YamlDocument(kept, document.places), [f"name={name}"], absolute_path(path).parent
+    ), dropped
 
 
 def _foreign_text(path: Path) -> str:
@@ -136,22 +138,22 @@ def _foreign_text(path: Path) -> str:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def render_portable(path: Path) -> tuple[str, list[str]]:
+def render_portable_job(path: Path) -> tuple[str, list[str]]:
     """What describes the state in the job of a run, as YAML, and the dotted keys that were left out."""
-    kept, dropped = portable_part(load_document(path).values)
-    return render_document(kept), dropped
+    kept, dropped = portable_part(load_yaml(path).values)
+    return render_yaml(kept), dropped
 
 
 def render_job(job: JobSpec) -> str:
     """The resolved spec as YAML, defaults included; load_job reads it back to the same job."""
-    return render_document(job.model_dump(mode="json"))
+    return render_yaml(job.model_dump(mode="json"))
 
 
 def job_schema() -> dict[str, Any]:
     """JSON schema of the job file for editors; `model` may be a preset's name or build on one, or on hf."""
     schema = JobSpec.model_json_schema()
     model = schema["$defs"]["ModelSpec"]
-    presets = {"enum": sorted(PRESETS), "description": "a known model; sizes beside it win"}
+    presets = {"enum": sorted(MODEL_PRESETS), "description": "a known model; sizes beside it win"}
     model["properties"] |= {
         "preset": presets,
         "hf": {"type": "string", "description": "a Hugging Face directory with a Llama-family config.json"},
@@ -161,35 +163,35 @@ def job_schema() -> dict[str, Any]:
     return schema
 
 
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """A nested mapping as dotted keys, for comparing two specs key by key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat |= flatten_keys(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat
 
 
-def _resolve(document: Document, overrides: Sequence[str], base: Path) -> ResolvedJob:
+def _resolve_document(document: YamlDocument, overrides: Sequence[str], base: Path) -> ResolvedJob:
     _make_absolute(document.values, base)
-    problems = [problem for text in overrides for problem in _override(document, text)]
+    problems = [problem for text in overrides for problem in _apply_override(document, text)]
     if document.values.get("sweep") is not None:
         return _resolve_sweep(document, problems)
-    job, plan, found = resolve(document.values)
-    _refuse([*problems, *found], document)
+    job, plan, found = resolve_job_values(document.values)
+    _raise_problems([*problems, *found], document)
     return ResolvedJob(job, plan, document)
 
 
-def _refuse(problems: Sequence[SpecProblem], document: Document) -> None:
+def _raise_problems(problems: Sequence[SpecProblem], document: YamlDocument) -> None:
     """SpecError with all of them in the order of the lines where they stand; nothing without any."""
     placed = [SpecProblem(one.key, one.text, one.where or document.where(one.key)) for one in problems]
     if placed:
-        raise SpecError(sorted(placed, key=_line))
+        raise SpecError(sorted(placed, key=_line_number))
 
 
-def _line(problem: SpecProblem) -> int:
+def _line_number(problem: SpecProblem) -> int:
     line = problem.where.rpartition(":")[2]
     return int(line) if line.isdecimal() else 0
 
@@ -198,7 +200,7 @@ def _make_absolute(values: dict[str, Any], base: Path) -> None:
     """Put `base` before every relative path of a job, those in its sweep included."""
     for section in ("data", "model", "secrets"):
         if section in values:
-            values[section] = _rooted(section, values[section], base)
+            values[section] = _with_base(section, values[section], base)
     sweep = values.get("sweep")
     if not isinstance(sweep, dict):
         return
@@ -206,26 +208,26 @@ def _make_absolute(values: dict[str, Any], base: Path) -> None:
     for part in ("grid", "zip"):
         if isinstance(sweep.get(part), dict):
             sweep[part] = {
-                key: [_rooted(key, one, base) for one in found] if isinstance(found, list) else found
+                key: [_with_base(key, one, base) for one in found] if isinstance(found, list) else found
                 for key, found in sweep[part].items()
             }
     if isinstance(sweep.get("list"), list):
         sweep["list"] = [
-            {key: _rooted(key, one, base) for key, one in row.items()} if isinstance(row, dict) else row
+            {key: _with_base(key, one, base) for key, one in row.items()} if isinstance(row, dict) else row
             for row in sweep["list"]
         ]
 
 
-def _rooted(key: str, value: Any, base: Path) -> Any:
+def _with_base(key: str, value: Any, base: Path) -> Any:
     if isinstance(value, dict):
-        return {inner: _rooted(f"{key}.{inner}", one, base) for inner, one in value.items()}
+        return {inner: _with_base(f"{key}.{inner}", one, base) for inner, one in value.items()}
     if not isinstance(value, str) or not (key in _PATHS or key.startswith("secrets.")):
         return value
     # unlike Path.expanduser, this one leaves the home of an unknown user as it is written
     return value if value in ("", PYTHON_STDLIB) else str(base / os.path.expanduser(value))  # noqa: PTH111
 
 
-def _override(document: Document, override: str) -> list[SpecProblem]:
+def _apply_override(document: YamlDocument, override: str) -> list[SpecProblem]:
     dotted, equals, text = override.partition("=")
     path = dotted.split(".")
     if not equals or not all(path) or not dotted.isprintable() or " " in dotted:
@@ -234,10 +236,10 @@ def _override(document: Document, override: str) -> list[SpecProblem]:
     if path[0] == "sweep":  # what stands there are dotted keys
         path[2:] = [".".join(path[2:])] if path[2:] else []
     try:
-        value = parse_value(text, dotted, _COMMAND_LINE)
+        value = parse_yaml_value(text, dotted, _COMMAND_LINE)
     except SpecError as error:
         return list(error.problems)
-    wrong = _put(document.values, path, value)
+    wrong = _set_key(document.values, path, value)
     if wrong:
         return [SpecProblem(dotted, f"{wrong}; set it as a whole", _COMMAND_LINE)]
     for depth in range(1, len(path)):
@@ -250,7 +252,7 @@ def _override(document: Document, override: str) -> list[SpecProblem]:
     return []
 
 
-def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> str:
+def _set_key(values: dict[str, Any], path: Sequence[str], value: Any) -> str:
     """Set a key, in copies of the mappings on the way, which may be shared; says why when it cannot be."""
     *parents, last = path
     place = values
@@ -259,61 +261,63 @@ def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> str:
         if path[:depth] == ["model"] and isinstance(inner, str):
             inner = {"preset": inner}
         if inner is not None and not isinstance(inner, dict):
-            return f"{'.'.join(path[:depth])} is {show(inner)} and has no keys"
+            return f"{'.'.join(path[:depth])} is {format_value(inner)} and has no keys"
         place[parent] = place = dict(inner or {})
     place[last] = value
     return ""
 
 
-def _filled(plain: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(plain: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What is given, on top of the defaults."""
     inner = {
-        key: _filled(plain[key], value)
+        key: _with_defaults(plain[key], value)
         for key, value in given.items()
         if isinstance(value, dict) and isinstance(plain.get(key), dict)
     }
     return {**plain, **given, **inner}
 
 
-def _resolve_sweep(document: Document, problems: list[SpecProblem]) -> ResolvedJob:
+def _resolve_sweep(document: YamlDocument, problems: list[SpecProblem]) -> ResolvedJob:
     base = {key: value for key, value in document.values.items() if key != "sweep"}
-    part, _, wrong = resolve({"sweep": document.values["sweep"]}, whole=False)
+    part, _, wrong = resolve_job_values({"sweep": document.values["sweep"]}, whole=False)
     sweep, chosen = part.sweep, []
     if sweep is not None:
         try:
-            chosen = combinations(sweep)
+            chosen = expand_sweep(sweep)
         except SpecError as error:
             wrong = list(error.problems)
     if sweep is None or wrong or problems:
         # The job may well be whole with its sweep alone: only what is wrong by itself is told.
-        _refuse([*problems, *wrong, *resolve(base, whole=False)[2]], document)
+        _raise_problems([*problems, *wrong, *resolve_job_values(base, whole=False)[2]], document)
     assert sweep is not None
     places = {key: place for key, place in document.places.items() if not key.startswith("sweep.")}
     elements: list[ResolvedJob] = []
     told: dict[SpecProblem, list[int]] = {}
     for number, overrides in enumerate(chosen):
-        values, found = _with(base, overrides)
-        job, plan, more = resolve(values)
+        values, found = _with_overrides(base, overrides)
+        job, plan, more = resolve_job_values(values)
         for problem in found or more:
             told.setdefault(problem, []).append(number)
-        spots = {key: document.where(_spot(sweep, key, value)) for key, value in overrides.items()}
-        elements.append(ResolvedJob(job, plan, Document(values, places | spots), overrides=overrides))
-    _refuse([*_told_once(told, elements)], document)
-    _refuse([*_disagreements(elements)], document)
+        spots = {key: document.where(_sweep_location(sweep, key, value)) for key, value in overrides.items()}
+        elements.append(ResolvedJob(job, plan, YamlDocument(values, places | spots), overrides=overrides))
+    _raise_problems([*_merge_element_problems(told, elements)], document)
+    _raise_problems([*_disagreements(elements)], document)
     first = elements[0]
     return ResolvedJob(first.spec.model_copy(update={"sweep": sweep}), first.plan, document, tuple(elements))
 
 
-def _with(values: dict[str, Any], overrides: dict[str, Any]) -> tuple[dict[str, Any], list[SpecProblem]]:
+def _with_overrides(
+    values: dict[str, Any], overrides: dict[str, Any]
+) -> tuple[dict[str, Any], list[SpecProblem]]:
     """The values with those of an element, sections before their keys, and what cannot be set."""
     result, problems = dict(values), []
     for dotted in sorted(overrides, key=lambda key: key.count(".")):
-        wrong = _put(result, dotted.split("."), overrides[dotted])
+        wrong = _set_key(result, dotted.split("."), overrides[dotted])
         problems += [SpecProblem(dotted, f"{wrong}; sweep it as a whole")] if wrong else []
     return result, problems
 
 
-def _spot(sweep: SweepSpec, key: str, value: Any) -> str:
+def _sweep_location(sweep: SweepSpec, key: str, value: Any) -> str:
     """Where in the document a value of an element stands, as a dotted key."""
     for part, values in (("grid", sweep.grid.get(key)), ("zip", sweep.zip.get(key))):
         if values is not None:
@@ -322,29 +326,31 @@ def _spot(sweep: SweepSpec, key: str, value: Any) -> str:
     return f"sweep.list.{row}.{key}"
 
 
-def _told_once(told: dict[SpecProblem, list[int]], elements: Sequence[ResolvedJob]) -> Iterator[SpecProblem]:
+def _merge_element_problems(
+    told: dict[SpecProblem, list[int]], elements: Sequence[ResolvedJob]
+) -> Iterator[SpecProblem]:
     """Each mistake once: at the value of the sweep that it is in, or plainly when all have it alike."""
     count = 0
     for problem, numbers in told.items():
         element = elements[numbers[0]]
-        key = _swept(problem.key, element)
+        key = _find_swept_key(problem.key, element)
         if key is None and len(numbers) == len(elements):
             yield problem
             continue
         count += 1
-        if count > _MOST_TOLD:
+        if count > _MAX_SHOWN_MISTAKES:
             continue
         who = f"element {numbers[0]}" + (f" and {len(numbers) - 1} more" if numbers[1:] else "")
         if key is not None:
             yield SpecProblem(f"sweep {problem.key}", f"{who}: {problem.text}", element.document.where(key))
             continue
-        values = ", ".join(f"{key}={show(value)}" for key, value in element.overrides.items())
+        values = ", ".join(f"{key}={format_value(value)}" for key, value in element.overrides.items())
         yield SpecProblem("sweep", f"{who} ({values}): {problem.key}: {problem.text}")
-    if count > _MOST_TOLD:
-        yield SpecProblem("sweep", f"{count - _MOST_TOLD} more mistakes in its elements, not shown")
+    if count > _MAX_SHOWN_MISTAKES:
+        yield SpecProblem("sweep", f"{count - _MAX_SHOWN_MISTAKES} more mistakes in its elements, not shown")
 
 
-def _swept(key: str, element: ResolvedJob) -> str | None:
+def _find_swept_key(key: str, element: ResolvedJob) -> str | None:
     """The key of the sweep that set this one, or a part of it, in an element."""
     above = [one for one in element.overrides if f"{key}.".startswith(f"{one}.")]
     below = [one for one in element.overrides if one.startswith(f"{key}.")]
@@ -355,9 +361,9 @@ def _disagreements(elements: Sequence[ResolvedJob]) -> Iterator[SpecProblem]:
     """What elements ask of the cluster and not all alike, although they are one batch job."""
     first, told = elements[0].spec, set()
     for number, element in enumerate(elements):
-        if _asked(element.spec) == _asked(first):
+        if _cluster_request(element.spec) == _cluster_request(first):
             continue
-        one, other = (flatten(spec.model_dump(include=set(_ASKED))) for spec in (first, element.spec))
+        one, other = (flatten_keys(spec.model_dump(include=set(_ASKED))) for spec in (first, element.spec))
         differ = {key: (one.get(key), other.get(key)) for key in {**one, **other}}
         differ["ranks"] = (first.ranks, element.spec.ranks)
         differ["command"] = (first.command is None, element.spec.command is None)
@@ -365,12 +371,12 @@ def _disagreements(elements: Sequence[ResolvedJob]) -> Iterator[SpecProblem]:
             if here == there or key in told:
                 continue
             told.add(key)
-            found = f"element {number} has {show(there)}, element 0 {show(here)}"
+            found = f"element {number} has {format_value(there)}, element 0 {format_value(here)}"
             if key == "command":
                 found = "some elements have one, some have none"
             text = f"{key}: {found}; a sweep is one batch job, its elements must ask for the same"
-            yield SpecProblem("sweep", text, element.document.where(_swept(key, element) or "sweep"))
+            yield SpecProblem("sweep", text, element.document.where(_find_swept_key(key, element) or "sweep"))
 
 
-def _asked(spec: JobSpec) -> tuple[object, ...]:
+def _cluster_request(spec: JobSpec) -> tuple[object, ...]:
     return (*(getattr(spec, key) for key in _ASKED), spec.ranks, spec.command is None)

@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hpcrun.specs.hf_directory import CONFIG, read_config
+from hpcrun.specs.hf_directory import HF_CONFIG_FILE, read_hf_config
 from hpcrun.specs.hf_quantised import why_quantised
 
-PRESETS: dict[str, dict[str, Any]] = {
+MODEL_PRESETS: dict[str, dict[str, Any]] = {
     "demo": {"vocab": 256, "hidden": 128, "ffn": 384, "layers": 4, "heads": 4, "kv_heads": 2},
     "tiny": {"vocab": 256, "hidden": 64, "ffn": 128, "layers": 4, "heads": 4, "kv_heads": 2},
     "llama3-1b": {
@@ -88,13 +88,13 @@ class ModelSpec(BaseModel):
     weights: str | None = Field(default=None, description="directory of safetensors to start from")
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
+HF_FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
 }
 """Families that can be represented, with what transformers takes for keys that config.json leaves out."""
 
-FIXED = {
+HF_FIXED_VALUES = {
     "attention_bias": False,
     "mlp_bias": False,
     "hidden_act": "silu",
@@ -109,22 +109,22 @@ _ROPE = ("rope_scaling", "rope_parameters")
 
 def model_fields_from_hf(directory: Path) -> dict[str, Any]:
     """Read a Llama-family config.json into ModelSpec's fields; ValueError says what cannot be represented."""
-    path = directory / CONFIG
+    path = directory / HF_CONFIG_FILE
     try:
-        config = read_config(directory)
+        config = read_hf_config(directory)
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; give a directory saved by save_pretrained") from None
     if quantised := why_quantised(directory):
         raise ValueError(quantised)
-    return _fields(config, path)
+    return _fields_from_config(config, path)
 
 
-def disagreements(spec: ModelSpec, config: dict[str, Any]) -> list[str]:
+def find_config_differences(spec: ModelSpec, config: dict[str, Any]) -> list[str]:
     """Where a config.json describes another model than the spec, key by key in words."""
     try:
-        theirs = ModelSpec(**_fields(config, Path(CONFIG))).model_dump()
+        theirs = ModelSpec(**_fields_from_config(config, Path(HF_CONFIG_FILE))).model_dump()
     except ValidationError as error:
-        return [f"{CONFIG}: {found['loc'][0]}: {found['msg']}" for found in error.errors()]
+        return [f"{HF_CONFIG_FILE}: {found['loc'][0]}: {found['msg']}" for found in error.errors()]
     except ValueError as error:
         return [str(error)]
     ours = spec.model_dump()
@@ -135,13 +135,15 @@ def disagreements(spec: ModelSpec, config: dict[str, Any]) -> list[str]:
     ]
 
 
-def _fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def _fields_from_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
     family = str(config.get("model_type"))
-    if family not in FAMILIES:
-        raise ValueError(f"{path}: model_type {family!r} is not supported; use {' or '.join(FAMILIES)}")
-    rope = _rope(config, path)
-    config = FAMILIES[family] | config
-    for key, plain in FIXED.items():
+    if family not in HF_FAMILY_DEFAULTS:
+        raise ValueError(
+            f"{path}: model_type {family!r} is not supported; use {' or '.join(HF_FAMILY_DEFAULTS)}"
+        )
+    rope = _rope_settings(config, path)
+    config = HF_FAMILY_DEFAULTS[family] | config
+    for key, plain in HF_FIXED_VALUES.items():
         found = rope.get(key, config.get(key, plain))
         if found != plain:
             raise ValueError(f"{path}: {key} {found!r} is not supported, only {plain!r}")
@@ -153,7 +155,7 @@ def _fields(config: dict[str, Any], path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _rope(config: dict[str, Any], path: Path) -> dict[str, Any]:
+def _rope_settings(config: dict[str, Any], path: Path) -> dict[str, Any]:
     """All that a config.json says of the rotary positions; ValueError where it says two things."""
     # transformers 5 keeps the base in rope_parameters, earlier ones beside rope_scaling
     merged: dict[str, Any] = {}
@@ -207,7 +209,7 @@ def _size(config: dict[str, Any], key: str) -> int:
     return value
 
 
-def hf_config(spec: ModelSpec) -> dict[str, Any]:
+def make_hf_config(spec: ModelSpec) -> dict[str, Any]:
     """The config.json of a model for LlamaForCausalLM, with the rope keys of transformers 4 and 5."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if spec.rope_scaling is not None:

@@ -15,7 +15,7 @@ from hpcrun.masking import Masker
 from hpcrun.specs.cluster import ClusterSpec, render_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.provenance import Provenance, write_provenance
-from hpcrun.specs.records import write_whole
+from hpcrun.specs.records import write_atomically
 from hpcrun.specs.rundir import RunDir
 
 _MAX_DIFF_BYTES = 16 * 2**20
@@ -32,11 +32,11 @@ def record_provenance(
 ) -> Provenance:
     """Write job.json, the profile, and code.diff where the working directory differs from its commit."""
     if profile is not None:
-        write_whole(run.cluster, render_cluster(profile))
+        write_atomically(run.cluster, render_cluster(profile))
     commit = (_describe_git_state("rev-parse", "HEAD") or "").strip() or None
     diff = _describe_git_state("diff", "HEAD", "--binary") if commit else None
     if diff and len(diff) <= _MAX_DIFF_BYTES:
-        write_whole(run.code_diff, diff)
+        write_atomically(run.code_diff, diff)
     record = Provenance(
         kind="sweep" if spec.sweep else "train" if spec.command is None else "command",
         name=spec.name,

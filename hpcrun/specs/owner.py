@@ -17,10 +17,10 @@ from hpcrun.local_identity import owner_name
 if TYPE_CHECKING:
     from hpcrun.specs.rundir import RunDir
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-def is_mine(path: Path) -> bool:
+def is_private_directory(path: Path) -> bool:
     """Whether this is a directory, and no link to one, that is ours and that nobody else can write."""
     try:
         status = path.lstat()
@@ -29,15 +29,15 @@ def is_mine(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and is_private(status)
 
 
-def require_mine(run: RunDir, *, is_named_by_path: bool = False) -> None:
+def require_own_run(run: RunDir, *, is_named_by_path: bool = False) -> None:
     """UsageError unless the run is ours; root may also act on another user's that it has named by a path."""
     sweep = run.sweep_of_element
     for path in [run.path] if sweep is None else [sweep.path, run.path.parent, run.path]:
-        if not is_mine(path):
-            _refuse(path, is_named_by_path=is_named_by_path)
+        if not is_private_directory(path):
+            _raise_not_own(path, is_named_by_path=is_named_by_path)
 
 
-def _refuse(path: Path, *, is_named_by_path: bool) -> None:
+def _raise_not_own(path: Path, *, is_named_by_path: bool) -> None:
     try:
         status = path.lstat()
     except OSError as error:
@@ -56,21 +56,21 @@ def _refuse(path: Path, *, is_named_by_path: bool) -> None:
         )
 
 
-def warn_of_open_root(root: Path) -> None:
+def warn_if_root_is_writable(root: Path) -> None:
     """Say once where others can rename the runs below a root, and put theirs in the place of ours."""
     with suppress(OSError):
         mode = root.stat().st_mode
         if mode & 0o022 and not mode & stat.S_ISVTX:
-            say_once(
+            warn_once(
                 f"{root}: other users can write it (mode {stat.S_IMODE(mode):o}), so they can rename or"
                 f" replace the runs in it; have its owner run: chmod +t {shlex.quote(str(root))}"
             )
 
 
-def say_once(text: str) -> None:
+def warn_once(text: str) -> None:
     """A line on standard error, once a process."""
-    if text not in _told and sys.stderr is not None:
-        _told.add(text)
+    if text not in _warned and sys.stderr is not None:
+        _warned.add(text)
         with suppress(OSError, ValueError):
             sys.stderr.write(f"hpcrun: {text}\n")
             sys.stderr.flush()

@@ -103,12 +103,12 @@ def read_placement(path: Path) -> tuple[Placement, list[dict[str, int]] | None] 
     if found is None:
         return None
     try:
-        return _parse(found)
+        return _parse_placement(found)
     except (KeyError, TypeError, AttributeError):
         raise UsageError(f"{path}: is no placement of this version of hpcrun; start the run again") from None
 
 
-def _parse(found: Mapping[str, Any]) -> tuple[Placement, list[dict[str, int]] | None]:
+def _parse_placement(found: Mapping[str, Any]) -> tuple[Placement, list[dict[str, int]] | None]:
     # Placements of a run that began before there were bindings have none.
     bindings = tuple(Binding(**one) if one else None for one in found.get("bindings", ()))
     placement = Placement(
@@ -122,7 +122,7 @@ def _parse(found: Mapping[str, Any]) -> tuple[Placement, list[dict[str, int]] | 
     return placement, found["mesh"]
 
 
-def in_blocks(nodes: Sequence[str], ranks: int, per_node: int) -> Placement:
+def place_in_blocks(nodes: Sequence[str], ranks: int, per_node: int) -> Placement:
     """Neighbouring ranks on the same node, nodes in the given order; UsageError where they are too few."""
     if len(nodes) * per_node < ranks:
         raise UsageError(
@@ -132,6 +132,8 @@ def in_blocks(nodes: Sequence[str], ranks: int, per_node: int) -> Placement:
     return Placement(tuple(nodes[rank // per_node] for rank in range(ranks)))
 
 
-def explained(placement: Placement, spares: Sequence[str], method: str, why: Sequence[str]) -> Placement:
+def with_explanation(
+    placement: Placement, spares: Sequence[str], method: str, why: Sequence[str]
+) -> Placement:
     """The same with what is known of how it came about."""
     return replace(placement, spares=tuple(spares), method=method, why=tuple(why))

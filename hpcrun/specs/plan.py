@@ -12,10 +12,10 @@ from hpcrun.errors import SpecProblem
 from hpcrun.formulas import head_flops_per_token, layer_flops_per_token
 from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.mesh import ParallelDegrees, partition_layers
-from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint, check_spares
+from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint, check_spare_replicas
 from hpcrun.specs.data import DataSpec
 from hpcrun.specs.elastic import check_elastic
-from hpcrun.specs.job import JobSpec, ParallelSpec, Schedule, TrainSpec
+from hpcrun.specs.job import JobSpec, ParallelSpec, PipelineSchedule, TrainSpec
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.resources import ResourcesSpec
 from hpcrun.specs.timing import check_times
@@ -38,7 +38,7 @@ class Plan(BaseModel):
     cp: int
     tp: int
     zero: int
-    schedule: Schedule
+    schedule: PipelineSchedule
     virtual_stages: int
     stage_layers: list[tuple[int, int]]
     """First layer and one past the last of every pipeline stage, in the order of the layers."""
@@ -141,7 +141,7 @@ def with_layout(job: JobSpec, plan: Plan) -> JobSpec:
     )
 
 
-def contradictions(job: JobSpec, broken: Collection[str] = ()) -> list[SpecProblem]:
+def find_plan_problems(job: JobSpec, broken: Collection[str] = ()) -> list[SpecProblem]:
     """Everything in a job that does not go together; what needs a broken or absent section is left out."""
     absent = {name for name in ("model", "data") if getattr(job, name) is None} | set(broken)
     # A command trains by itself: of its layout only the number of ranks concerns us.
@@ -347,7 +347,7 @@ def _check_microbatches(p: ParallelSpec, train: TrainSpec) -> list[SpecProblem]:
     return [SpecProblem("parallel.schedule", f"{text}; change train.gbs, train.mbs or parallel.microbatches")]
 
 
-def next_even_rounds(schedule: Schedule, pp: int, count: int) -> int:
+def next_even_rounds(schedule: PipelineSchedule, pp: int, count: int) -> int:
     """The next number of microbatches, from `count` >= pp on, that the schedule can cut into equal rounds."""
     while schedule == "interleaved" and count % (count // pp):
         count += 1
@@ -416,7 +416,7 @@ _CHECKS: tuple[tuple[Callable[..., list[SpecProblem]], tuple[str, ...]], ...] = 
     (_check_zero_bubble, ("parallel", "train")),
     (_check_steps, ("parallel", "train")),
     (_check_saves, ("checkpoint", "train")),
-    (check_spares, ("checkpoint", "resources", "elastic")),
+    (check_spare_replicas, ("checkpoint", "resources", "elastic")),
     (check_elastic, ("elastic", "parallel", "command")),
     (check_times, ("resources", "retry", "watch", "checkpoint")),
 )

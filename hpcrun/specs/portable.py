@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpcrun.specs.resolve import defaults
+from hpcrun.specs.resolve import default_job_values
 
-PORTABLE: dict[str, bool | dict[str, bool]] = {
+PORTABLE_KEYS: dict[str, bool | dict[str, bool]] = {
     "name": True,
     "model": {
         "preset": True,
@@ -118,18 +118,18 @@ def portable_part(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     kept: dict[str, Any] = {}
     dropped: list[str] = []
     for key, value in values.items():
-        rule = PORTABLE.get(key, False)
+        rule = PORTABLE_KEYS.get(key, False)
         if isinstance(rule, dict) and isinstance(value, Mapping):
             kept[key] = {name: one for name, one in value.items() if rule.get(name, False)}
             others = {name: one for name, one in value.items() if not rule.get(name, False)}
-            dropped += _set(others, defaults().get(key) or {}, f"{key}.")
+            dropped += _keys_set(others, default_job_values().get(key) or {}, f"{key}.")
         elif rule:
             kept[key] = value
         else:
-            dropped += _set({key: value}, defaults(), "")
+            dropped += _keys_set({key: value}, default_job_values(), "")
     return kept, dropped
 
 
-def _set(values: Mapping[str, Any], plain: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _keys_set(values: Mapping[str, Any], plain: Mapping[str, Any], prefix: str) -> Iterator[str]:
     """The keys with values that are not the defaults."""
     yield from (f"{prefix}{key}" for key, value in values.items() if value != plain.get(key))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.provenance import counted
+from hpcrun.specs.provenance import recorded_attempts
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -23,7 +23,7 @@ class Predecessors:
     def has_begun(self, run: RunDir) -> bool:
         """Whether the waiting run, or this element of it, has had an attempt since."""
         attempts = run.attempts()
-        return bool(attempts) and attempts[-1].number > counted(self.attempts, run)
+        return bool(attempts) and attempts[-1].number > recorded_attempts(self.attempts, run)
 
 
 def write_predecessors(run: RunDir, runs: Sequence[RunDir], attempts: dict[str, int]) -> None:

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from hpcrun.specs.fields import Directory
+from hpcrun.specs.fields import ExpandablePath
 
-Check = Literal[
+PreflightCheck = Literal[
     "limits", "space", "write", "clock", "interface", "leftovers", "shm", "sums", "gpu", "nic", "site"
 ]
-CHECKS: tuple[Check, ...] = get_args(Check)
+PREFLIGHT_CHECKS: tuple[PreflightCheck, ...] = get_args(PreflightCheck)
 """limits of a process · space and inodes · a file written and read back · the clock · the profile's network
 interface · processes of other runs · shared memory left behind · arithmetic · GPUs · network adapters · the
 site's own checks."""
@@ -21,22 +21,22 @@ def _known(value: Any) -> Any:
     if isinstance(value, bool):
         return value
     words = value if isinstance(value, list) else [value]
-    strange = [word for word in words if word not in CHECKS]
+    strange = [word for word in words if word not in PREFLIGHT_CHECKS]
     if strange or not isinstance(value, list):
         what = f"{strange[0]!r} is no check" if strange else "the names of checks are a list"
-        raise ValueError(f"{what}; write true, false, or those to leave out: [{', '.join(CHECKS)}]")
+        raise ValueError(f"{what}; write true, false, or those to leave out: [{', '.join(PREFLIGHT_CHECKS)}]")
     return value
 
 
-Preflight = Annotated[bool | list[Check], BeforeValidator(_known)]
+PreflightSelection = Annotated[bool | list[PreflightCheck], BeforeValidator(_known)]
 """Whether nodes are checked before an attempt; a list: all checks but these."""
 
 
-def checks_of(preflight: bool | list[Check]) -> tuple[Check, ...]:
+def selected_preflight_checks(preflight: bool | list[PreflightCheck]) -> tuple[PreflightCheck, ...]:
     """The checks that are made."""
     if isinstance(preflight, bool):
-        return CHECKS if preflight else ()
-    return tuple(check for check in CHECKS if check not in preflight)
+        return PREFLIGHT_CHECKS if preflight else ()
+    return tuple(check for check in PREFLIGHT_CHECKS if check not in preflight)
 
 
 class SitePreflightSpec(BaseModel):
@@ -44,7 +44,7 @@ class SitePreflightSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    checks: list[Directory] = Field(
+    checks: list[ExpandablePath] = Field(
         default=[],
         description="programs that check a node before an attempt and end with 0 (fine), 1 (warning), 2 (bad:"
         " the node is left out) or 3 (unknown), as for Nagios",

@@ -8,7 +8,7 @@ from typing import Any
 
 from hpcrun.errors import SpecError, SpecProblem
 from hpcrun.local_identity import expand_path
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 
 
 def config_directories() -> dict[str, Path]:
@@ -17,11 +17,11 @@ def config_directories() -> dict[str, Path]:
     return {
         "user": Path(expand_path(config)) / "hpcrun",
         "site": Path(os.environ.get("HPCRUN_SITE") or "/etc/hpcrun"),
-        "shipped": shipped("jobs/demo.yaml").parents[1],
+        "shipped": shipped_file("jobs/demo.yaml").parents[1],
     }
 
 
-def all_profiles() -> list[Path]:
+def list_profiles() -> list[Path]:
     """Every profile of the user and of the site; a user's file hides the site's of the same name."""
     found: dict[str, Path] = {}
     for origin, directory in config_directories().items():
@@ -36,16 +36,16 @@ def profile_roots() -> list[Path | None]:
 
     SpecError where a profile is damaged or its root names a variable that is not set.
     """
-    profiles = all_profiles()
+    profiles = list_profiles()
     # Reading YAML takes longer than everything else that a quick verb does.
     if not any(map(_may_name_a_root, profiles)):
         return [None]
-    from hpcrun.specs.yaml import load_document
+    from hpcrun.specs.yaml import load_yaml
 
-    documents = {path: load_document(path) for path in profiles}
+    documents = {path: load_yaml(path) for path in profiles}
     chosen = [path for path, one in documents.items() if one.values.get("default") is True] or profiles
     default = chosen[0] if len(chosen) == 1 else None
-    roots = {path: _root(one.values, one.where("root")) for path, one in documents.items()}
+    roots = {path: _parse_root(one.values, one.where("root")) for path, one in documents.items()}
     others = [root for path, root in roots.items() if path != default and root is not None]
     return [roots[default] if default else None, *others]
 
@@ -57,7 +57,7 @@ def _may_name_a_root(profile: Path) -> bool:
         return True
 
 
-def _root(values: dict[str, Any], where: str) -> Path | None:
+def _parse_root(values: dict[str, Any], where: str) -> Path | None:
     given = values.get("root")
     if not isinstance(given, str):
         return None

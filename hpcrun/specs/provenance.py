@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.identity import IDENTITY_KEYS, Identity, parse_identity, read_identity
+from hpcrun.specs.identity import IDENTITY_KEYS, RunIdentity, parse_run_identity, read_run_identity
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
 
 @dataclass(frozen=True)
-class Submission:
+class SubmissionRecord:
     """One job that a run was handed over as: to Slurm, or to a process of this machine."""
 
     time: float
@@ -37,7 +37,7 @@ class Submission:
 
     def attempts_before(self, run: RunDir) -> int:
         """How many attempts of a run, or of an element, were there when it was handed over."""
-        return counted(self.attempts, run)
+        return recorded_attempts(self.attempts, run)
 
 
 @dataclass(frozen=True)
@@ -62,25 +62,25 @@ class Provenance:
     """The profile's name."""
     template: str | None = None
     """The path of the sbatch template."""
-    submissions: list[Submission] = field(default_factory=list)
+    submissions: list[SubmissionRecord] = field(default_factory=list)
     inputs: dict[str, str] = field(default_factory=dict)
     """The caller's variables, such as SBATCH_ACCOUNT, that have said what the job left open."""
-    identity: Identity | None = None
+    identity: RunIdentity | None = None
     """None where it is of before there were identities, or is not written down yet."""
 
-    def submitted(self, *more: Submission) -> Provenance:
+    def submitted(self, *more: SubmissionRecord) -> Provenance:
         """The same with further submissions."""
         return replace(self, submissions=[*self.submissions, *more])
 
 
-def counted(attempts: Any, run: RunDir) -> int:
+def recorded_attempts(attempts: Any, run: RunDir) -> int:
     """What attempts_of has counted of a run or an element; 0 where that makes no sense."""
     key = run.path.name if run.sweep_of_element else ""
     number = attempts.get(key) if isinstance(attempts, dict) else 0
     return number if isinstance(number, int) else 0
 
 
-def attempts_of(run: RunDir, elements: Iterable[int] = ()) -> dict[str, int]:
+def count_attempts(run: RunDir, elements: Iterable[int] = ()) -> dict[str, int]:
     """For Submission.attempts: how many attempts a run, or each of these elements of it, has now."""
     places = {str(number): run.element(number) for number in elements} or {"": run}
     counted = {name: one.attempts() for name, one in places.items()}
@@ -110,7 +110,7 @@ def write_provenance(run: RunDir, record: Provenance) -> None:
     """Put the record in its place; a record without an identity leaves the run the one it has."""
     values = asdict(replace(record, identity=None))
     del values["identity"]
-    identity = record.identity or read_identity(run.path)
+    identity = record.identity or read_run_identity(run.path)
     write_json(run.job, (asdict(identity) if identity else {}) | values)
 
 
@@ -123,8 +123,8 @@ def read_provenance(run: RunDir) -> Provenance | None:
     known = {one.name for one in fields(Provenance)} - {"identity"}
     try:
         values: dict[str, Any] = {key: value for key, value in found.items() if key in known}
-        values["submissions"] = [Submission(**one) for one in values.get("submissions", [])]
-        values["identity"] = parse_identity(found)
+        values["submissions"] = [SubmissionRecord(**one) for one in values.get("submissions", [])]
+        values["identity"] = parse_run_identity(found)
         record = Provenance(**values)
     except (TypeError, AttributeError):
         raise UsageError(f"{run.job}: is no record of this version of hpcrun; start a new run") from None

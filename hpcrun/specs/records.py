@@ -15,7 +15,7 @@ from hpcrun.files import open_regular, read_regular, temporary_name
 _MOST_LINES_BYTES, _PIECE_BYTES = 4 << 30, 16 << 20
 
 
-def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
+def write_atomically(path: Path, text: str, mode: int = 0o600) -> None:
     """Write a file aside, sync it and rename it, so that a reader sees the old or the new, never a part."""
     aside = path.with_name(temporary_name(path.name))
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -42,7 +42,7 @@ def sync_directory(path: Path) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write one JSON value as a whole file."""
-    write_whole(path, json.dumps(value, indent=2) + "\n")
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any:
@@ -58,7 +58,7 @@ def read_json(path: Path) -> Any:
         raise UsageError(f"{path}: is damaged: {error}; remove it") from None
 
 
-class LineWriter:
+class JsonLineWriter:
     """The one writer of a .jsonl file: each record is one write of one whole line."""
 
     def __init__(self, path: Path) -> None:
@@ -82,13 +82,13 @@ class LineWriter:
         os.close(self._descriptor)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The whole records of a .jsonl file; torn lines are dropped."""
-    reader = LineReader(path)
+    reader = JsonLineReader(path)
     yield from reader.read()
 
 
-class LineReader:
+class JsonLineReader:
     """Follows a .jsonl file as it grows."""
 
     def __init__(self, path: Path, offset: int = 0) -> None:
@@ -112,13 +112,13 @@ class LineReader:
                 # What is longer than all that may be read at once is no record of ours.
                 end = data.rfind(b"\n") + 1 or (len(data) if len(data) == piece else 0)
                 self.offset += end
-                records += _records(data[:end])
+                records += _parse_records(data[:end])
                 if len(data) < piece or most >= 0:
                     break
         return records
 
 
-def _records(data: bytes) -> Iterator[dict[str, Any]]:
+def _parse_records(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.splitlines():
         try:
             record = json.loads(line)
@@ -128,7 +128,7 @@ def _records(data: bytes) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def last_of_each_step(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def newest_step_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of steps in order, without evaluations; where attempts overlap, the newest one's stands."""
     by_step: dict[int, dict[str, Any]] = {}
     for record in records:

@@ -18,29 +18,29 @@ from hpcrun.specs.plan import Plan, next_even_rounds
 from hpcrun.specs.records import read_json
 
 
-def ranks_of_replica(plan: Plan) -> int:
+def ranks_per_replica(plan: Plan) -> int:
     """How many ranks a replica takes."""
     return plan.degrees.world_size // plan.degrees.dp
 
 
-def shrink(job: JobSpec, plan: Plan, available_ranks: int) -> Plan | None:
+def shrink_plan(job: JobSpec, plan: Plan, available_ranks: int) -> Plan | None:
     """The job's plan, or what of it so many ranks can hold; None when the job does not go on with so few."""
     if available_ranks >= plan.degrees.world_size:
         return plan
-    dp = _possible(plan, available_ranks // ranks_of_replica(plan))
+    dp = _largest_possible_dp(plan, available_ranks // ranks_per_replica(plan))
     if job.elastic is None or dp < job.elastic.min_replicas:
         return None
-    return with_replicas(job, plan, dp)
+    return plan_with_replicas(job, plan, dp)
 
 
-def least_ranks(job: JobSpec, plan: Plan) -> int:
+def minimum_ranks(job: JobSpec, plan: Plan) -> int:
     """With how many ranks the job still goes on."""
     least = plan.degrees.dp if job.elastic is None else job.elastic.min_replicas
-    dp = next(dp for dp in range(least, plan.degrees.dp + 1) if _possible(plan, dp) == dp)
-    return dp * ranks_of_replica(plan)
+    dp = next(dp for dp in range(least, plan.degrees.dp + 1) if _largest_possible_dp(plan, dp) == dp)
+    return dp * ranks_per_replica(plan)
 
 
-def with_replicas(job: JobSpec, plan: Plan, dp: int) -> Plan:
+def plan_with_replicas(job: JobSpec, plan: Plan, dp: int) -> Plan:
     """The whole plan of a job with only `dp` of its replicas; `shrink` says which numbers are possible."""
     if dp == plan.degrees.dp:
         return plan
@@ -61,12 +61,12 @@ def with_replicas(job: JobSpec, plan: Plan, dp: int) -> Plan:
     )
 
 
-def _possible(plan: Plan, dp: int) -> int:
+def _largest_possible_dp(plan: Plan, dp: int) -> int:
     """The largest number of replicas up to `dp` that the layout can be cut to."""
     return dp - dp % plan.dp_shard if dp >= plan.dp_shard else dp
 
 
-def read_plan(path: Path, job: JobSpec, whole: Plan) -> Plan:
+def read_attempt_plan(path: Path, job: JobSpec, whole: Plan) -> Plan:
     """The plan of an attempt: the job's, or one with fewer replicas; UsageError for any other."""
     found = read_json(path)
     if found is None:
@@ -76,8 +76,8 @@ def read_plan(path: Path, job: JobSpec, whole: Plan) -> Plan:
     except (ValidationError, OSError):
         raise UsageError(f"{path}: is no plan of this version of hpcrun; start the run again") from None
     dp = plan.degrees.dp
-    possible = 1 <= dp <= whole.degrees.dp and _possible(whole, dp) == dp
-    if not possible or plan != with_replicas(job, whole, dp):
+    possible = 1 <= dp <= whole.degrees.dp and _largest_possible_dp(whole, dp) == dp
+    if not possible or plan != plan_with_replicas(job, whole, dp):
         raise UsageError(
             f"{path}: says {plan.describe()}, but the job makes {whole.describe()}; start the run again"
         )

@@ -10,16 +10,18 @@ from pydantic import ValidationError
 
 from hpcrun.errors import SpecProblem
 from hpcrun.mesh import AXES
-from hpcrun.specs.job import NOT_YET, JobSpec
-from hpcrun.specs.model import PRESETS, model_fields_from_hf
-from hpcrun.specs.plan import Plan, contradictions, make_plan, with_layout
-from hpcrun.specs.validation import nearest, problems_of, show
+from hpcrun.specs.job import UNSUPPORTED_KEYS, JobSpec
+from hpcrun.specs.model import MODEL_PRESETS, model_fields_from_hf
+from hpcrun.specs.plan import Plan, find_plan_problems, make_plan, with_layout
+from hpcrun.specs.validation import format_value, problems_of_validation_error, suggest_allowed
 
 _SHORTHANDS = {"model": ("preset", "hf")}
 """Keys that stand for others, which take their place before the job is checked."""
 
 
-def resolve(values: dict[str, Any], *, whole: bool = True) -> tuple[JobSpec, Plan | None, list[SpecProblem]]:
+def resolve_job_values(
+    values: dict[str, Any], *, whole: bool = True
+) -> tuple[JobSpec, Plan | None, list[SpecProblem]]:
     """The job that these values make, its plan (None for a command), and all that is wrong with it.
 
     Without `whole` the values are those of a part, which may lack what a job must have. `values` is left as
@@ -32,15 +34,15 @@ def resolve(values: dict[str, Any], *, whole: bool = True) -> tuple[JobSpec, Pla
     try:
         job = JobSpec.model_validate(given)
     except ValidationError as error:
-        problems += problems_of(error, JobSpec, shorthands=_SHORTHANDS, inherit=True)
+        problems += problems_of_validation_error(error, JobSpec, shorthands=_SHORTHANDS, inherit=True)
         broken |= {str(details["loc"][0]) for details in error.errors(include_url=False)}
         job = JobSpec.model_validate({key: value for key, value in given.items() if key not in broken})
     reported = {problem.key for problem in problems}
-    problems += [problem for problem in _not_yet(given) if problem.key not in reported]
+    problems += [problem for problem in _find_unsupported_keys(given) if problem.key not in reported]
     if whole:
-        problems += [*_absent(job, broken), *_beside_command(job, given)]
+        problems += [*_find_missing_sections(job, broken), *_find_unused_sections(job, given)]
         reported = {problem.key for problem in problems}
-        problems += [one for one in contradictions(job, broken) if one.key not in reported]
+        problems += [one for one in find_plan_problems(job, broken) if one.key not in reported]
     if problems or not whole or job.command is not None:
         return job, None, problems
     plan = make_plan(job)
@@ -48,7 +50,7 @@ def resolve(values: dict[str, Any], *, whole: bool = True) -> tuple[JobSpec, Pla
 
 
 @cache
-def defaults() -> dict[str, Any]:
+def default_job_values() -> dict[str, Any]:
     """What every key of a job is when it is not given."""
     return JobSpec().model_dump(mode="json")
 
@@ -69,13 +71,17 @@ def _expand_model(values: dict[str, Any]) -> list[SpecProblem]:
     if preset is not None and hf is not None:
         problems = [SpecProblem("model.hf", "stands beside preset; use one of the two")]
     elif hf is not None:
-        fields, problems = _from_hf(hf, section)
-    elif isinstance(preset, str) and preset in PRESETS:
-        fields = PRESETS[preset]
+        fields, problems = _model_from_hf(hf, section)
+    elif isinstance(preset, str) and preset in MODEL_PRESETS:
+        fields = MODEL_PRESETS[preset]
     elif preset is not None:
         key = "model" if isinstance(written, str) else "model.preset"
-        problems = [SpecProblem(key, f"{show(preset)} is not known{nearest(str(preset), PRESETS)}")]
-    section = (PRESETS["demo"] if problems else fields) | section
+        problems = [
+            SpecProblem(
+                key, f"{format_value(preset)} is not known{suggest_allowed(str(preset), MODEL_PRESETS)}"
+            )
+        ]
+    section = (MODEL_PRESETS["demo"] if problems else fields) | section
     values["model"] = section
     hidden, heads = section.get("hidden"), section.get("heads")
     if "head_dim" in section:
@@ -91,34 +97,34 @@ def _expand_model(values: dict[str, Any]) -> list[SpecProblem]:
     return problems
 
 
-def _from_hf(hf: Any, section: dict[str, Any]) -> tuple[dict[str, Any], list[SpecProblem]]:
+def _model_from_hf(hf: Any, section: dict[str, Any]) -> tuple[dict[str, Any], list[SpecProblem]]:
     if not isinstance(hf, str) or not hf:
-        return {}, [SpecProblem("model.hf", f"must be the path of a directory, not {show(hf)}")]
+        return {}, [SpecProblem("model.hf", f"must be the path of a directory, not {format_value(hf)}")]
     try:
         fields = model_fields_from_hf(Path(hf)) | {"weights": hf}
     except ValueError as error:
         return {}, [SpecProblem("model.hf", str(error))]
     clashes = [key for key in fields if key in section and section[key] != fields[key]]
     text = "stands beside model.hf, which says {}; leave one of the two out"
-    return fields, [SpecProblem(f"model.{key}", text.format(show(fields[key]))) for key in clashes]
+    return fields, [SpecProblem(f"model.{key}", text.format(format_value(fields[key]))) for key in clashes]
 
 
-def _absent(job: JobSpec, broken: set[str]) -> list[SpecProblem]:
+def _find_missing_sections(job: JobSpec, broken: set[str]) -> list[SpecProblem]:
     if job.command is not None or "command" in broken:
         return []
     wanted = {
-        "model": f"a preset ({', '.join(PRESETS)}), sizes, or hf: DIR",
+        "model": f"a preset ({', '.join(MODEL_PRESETS)}), sizes, or hf: DIR",
         "data": "text: PATH or tokens: FILE, or a command instead of both",
     }
     missing = [key for key in wanted if getattr(job, key) is None and key not in broken]
     return [SpecProblem(key, f"is missing; give {wanted[key]}") for key in missing]
 
 
-def _beside_command(job: JobSpec, given: dict[str, Any]) -> list[SpecProblem]:
+def _find_unused_sections(job: JobSpec, given: dict[str, Any]) -> list[SpecProblem]:
     """What our own training would read, and a command does not."""
     if job.command is None:
         return []
-    found, plain = job.model_dump(mode="json"), defaults()
+    found, plain = job.model_dump(mode="json"), default_job_values()
     # With memory the section is for those that serve a program's `hpcrun.Checkpointer`.
     keys = ["model", "data", "train", *([] if job.checkpoint.memory else ["checkpoint"]), "device"]
     keys += [f"parallel.{key}" for key in plain["parallel"] if key not in AXES]
@@ -130,12 +136,14 @@ def _beside_command(job: JobSpec, given: dict[str, Any]) -> list[SpecProblem]:
     return [SpecProblem(key, "stands beside command, which trains by itself; leave one out") for key in used]
 
 
-def _not_yet(given: dict[str, Any]) -> list[SpecProblem]:
+def _find_unsupported_keys(given: dict[str, Any]) -> list[SpecProblem]:
     text = "{} is not available in this version of hpcrun; leave it out"
-    keys = [key for key in NOT_YET if given.get("command") is None or not key.startswith("parallel.")]
+    keys = [
+        key for key in UNSUPPORTED_KEYS if given.get("command") is None or not key.startswith("parallel.")
+    ]
     found = [(key, _value_at(given, key)) for key in keys]
-    used = [(key, value) for key, value in found if value not in (None, _value_at(defaults(), key))]
-    return [SpecProblem(key, text.format(show(value))) for key, value in used]
+    used = [(key, value) for key, value in found if value not in (None, _value_at(default_job_values(), key))]
+    return [SpecProblem(key, text.format(format_value(value))) for key, value in used]
 
 
 def _value_at(values: Any, key: str) -> Any:

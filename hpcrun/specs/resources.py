@@ -9,10 +9,19 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from hpcrun.errors import UsageError
 from hpcrun.hostlist import expand_hosts
-from hpcrun.specs.fields import Line, Memory, Mount, Option, Place, Positive, Time, readable
+from hpcrun.specs.fields import (
+    AbsolutePath,
+    ContainerMount,
+    MemoryText,
+    PositiveInt,
+    SbatchOptionName,
+    SingleLineText,
+    TimeText,
+    parsed_by,
+)
 from hpcrun.units import parse_time
 
-OWN_OPTIONS = {
+RESERVED_OPTIONS = {
     "job-name": "name",
     "output": "",
     "error": "",
@@ -54,12 +63,12 @@ _WHOLE_IN_OTHERS = {"gpus"}
 """Options of sbatch that begin one of ours and are none of them."""
 
 
-def _free_option(option: str) -> str:
-    if option in OWN_OPTIONS:
-        key = OWN_OPTIONS[option]
+def _require_free_option(option: str) -> str:
+    if option in RESERVED_OPTIONS:
+        key = RESERVED_OPTIONS[option]
         instead = f"has a key of its own, {key}; use that" if key else "is set by hpcrun; leave it out"
         raise ValueError(instead)
-    longer = [own for own in OWN_OPTIONS if own.startswith(option)]
+    longer = [own for own in RESERVED_OPTIONS if own.startswith(option)]
     if longer and option not in _WHOLE_IN_OTHERS:  # sbatch would take it for that one
         raise ValueError(f"is short for {' or '.join(longer)}; write the option in full")
     return option
@@ -75,24 +84,24 @@ def _option_value(value: Any) -> Any:
     return value
 
 
-def _limit(text: str) -> None:
+def _check_time_limit(text: str) -> None:
     """A time limit that limits, or is UNLIMITED."""
     limit = parse_time(text)
     if limit.warning and math.isinf(limit.seconds):
         raise UsageError(f"time: {text} is no limit at all to Slurm; write UNLIMITED for that")
 
 
-def _grace(text: str) -> None:
+def _check_grace(text: str) -> None:
     if not 0 < parse_time(text).seconds <= _LONGEST_GRACE_S:
         raise UsageError(f"time: {text} is no time to save in; write 1s to 18h, such as 2m")
 
 
-def _wait(text: str) -> None:
+def _check_switches_wait(text: str) -> None:
     if not 0 < parse_time(text).seconds < math.inf:
         raise UsageError(f"time: {text} has no end, and the job could wait for ever; write 1m, 10m or 2h")
 
 
-def _mount(text: str) -> None:
+def _check_mount(text: str) -> None:
     source, *others = text.split(":")
     target = others[0] if others else ""
     if source[:1] != "/" or target[:1] != "/" or others[1:] not in ([], ["ro"], ["rw"]):
@@ -104,15 +113,15 @@ def _as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-_Given = Annotated[Line, Field(min_length=1)]
+_NonEmptyLine = Annotated[SingleLineText, Field(min_length=1)]
 """One line that says something."""
 
 
-class _Section(BaseModel):
+class _ResourcesSection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class ResourcesSpec(_Section):
+class ResourcesSpec(_ResourcesSection):
     """What is asked of the cluster."""
 
     nodes: int = Field(default=1, ge=1, description="nodes of an attempt")
@@ -124,18 +133,20 @@ class ResourcesSpec(_Section):
     )
     cpus_per_rank: int | None = Field(default=None, ge=1, description="CPUs of each rank")
     spares: int = Field(default=0, ge=0, description="hot spare nodes")
-    time: Annotated[Time, BeforeValidator(_as_text), readable(_limit)] | None = Field(
+    time: Annotated[TimeText, BeforeValidator(_as_text), parsed_by(_check_time_limit)] | None = Field(
         default=None, description="time limit, such as 90m, 12h, 1-00:00:00 or UNLIMITED; a number: minutes"
     )
-    mem: Annotated[Memory, BeforeValidator(_as_text)] | None = Field(
+    mem: Annotated[MemoryText, BeforeValidator(_as_text)] | None = Field(
         default=None, description="memory of each node, such as 64G; a number: MiB; 0: all"
     )
-    account: _Given | None = Field(default=None, description="Slurm account")
-    partition: _Given | None = Field(default=None, description="Slurm partition, or several with commas")
-    qos: _Given | None = Field(default=None, description="Slurm quality of service")
-    constraint: _Given | None = Field(default=None, description="node features")
-    reservation: _Given | None = Field(default=None, description="Slurm reservation")
-    exclude: Annotated[str, readable(expand_hosts)] | None = Field(
+    account: _NonEmptyLine | None = Field(default=None, description="Slurm account")
+    partition: _NonEmptyLine | None = Field(
+        default=None, description="Slurm partition, or several with commas"
+    )
+    qos: _NonEmptyLine | None = Field(default=None, description="Slurm quality of service")
+    constraint: _NonEmptyLine | None = Field(default=None, description="node features")
+    reservation: _NonEmptyLine | None = Field(default=None, description="Slurm reservation")
+    exclude: Annotated[str, parsed_by(expand_hosts)] | None = Field(
         default=None,
         description="nodes not to be given, such as n[01-03]; those that do not exist are left out",
     )
@@ -147,7 +158,7 @@ class ResourcesSpec(_Section):
         description="which nodes: pack, near one another; spread, over leaf switches as far as Slurm gives"
         " them; pin, those of nodelist; none, as Slurm likes",
     )
-    nodelist: Annotated[_Given, readable(expand_hosts)] | None = Field(
+    nodelist: Annotated[_NonEmptyLine, parsed_by(expand_hosts)] | None = Field(
         default=None, description="with placement pin: nodes that must be among the job's, such as n[01-04]"
     )
     switches: int | None = Field(
@@ -155,7 +166,7 @@ class ResourcesSpec(_Section):
         ge=1,
         description="leaf switches at most; default: as few as can hold the nodes, where they are known",
     )
-    switches_wait: Annotated[Time, readable(_wait)] = Field(
+    switches_wait: Annotated[TimeText, parsed_by(_check_switches_wait)] = Field(
         default="10m", description="how long to wait for nodes under so few switches; then any are taken"
     )
     segment: int | None = Field(
@@ -165,7 +176,7 @@ class ResourcesSpec(_Section):
         default=False, description="no other job under the same switch or in the block (Slurm 24.05)"
     )
     sbatch: dict[
-        Annotated[Option, AfterValidator(_free_option)],
+        Annotated[SbatchOptionName, AfterValidator(_require_free_option)],
         Annotated[str | int | bool | None, BeforeValidator(_option_value)],
     ] = Field(
         default={},
@@ -179,23 +190,23 @@ class ResourcesSpec(_Section):
         return self.nodes + self.spares
 
 
-class JobContainerSpec(_Section):
+class JobContainerSpec(_ResourcesSection):
     """The container that the ranks run in; supervisor and agents stay outside."""
 
-    image: Line = Field(min_length=1, description="image file or URI, as the runtime takes it")
+    image: SingleLineText = Field(min_length=1, description="image file or URI, as the runtime takes it")
     runtime: Literal["pyxis", "apptainer", "singularity"] | None = Field(
         default=None, description="what runs it; default: as the cluster's profile says"
     )
-    mounts: list[Annotated[Mount, readable(_mount)]] = Field(
+    mounts: list[Annotated[ContainerMount, parsed_by(_check_mount)]] = Field(
         default=[], description="/SOURCE:/TARGET[:ro]; the run directory comes by itself"
     )
-    workdir: Place | None = Field(
+    workdir: AbsolutePath | None = Field(
         default=None, description="working directory inside, an absolute path; default: the image's"
     )
-    options: list[Line] = Field(default=[], description="further words for the runtime")
+    options: list[SingleLineText] = Field(default=[], description="further words for the runtime")
 
 
-class RetrySpec(_Section):
+class RetrySpec(_ResourcesSection):
     """How often a run may go on by itself, for each cause: in the same allocation, else queued again."""
 
     time_limit: int | None = Field(
@@ -211,17 +222,17 @@ class RetrySpec(_Section):
         ge=0,
         description="after a node was lost; null: any number of times",
     )
-    grace: Annotated[Time, readable(_grace)] = Field(
+    grace: Annotated[TimeText, parsed_by(_check_grace)] = Field(
         default="2m", description="how long before the time limit the job is asked to save"
     )
 
 
 # Outside the class, where `list` is still the type.
-_Values = dict[Line, Annotated[list[Any], Field(min_length=1)]]
-_Rows = list[dict[Line, Any]]
+_Values = dict[SingleLineText, Annotated[list[Any], Field(min_length=1)]]
+_Rows = list[dict[SingleLineText, Any]]
 
 
-class SweepSpec(_Section):
+class SweepSpec(_ResourcesSection):
     """Values to try: every combination of `grid`, with every row of `zip`, with every entry of `list`."""
 
     grid: _Values = Field(
@@ -233,4 +244,4 @@ class SweepSpec(_Section):
         description="dotted keys with equally long lists; the first of each together, then the second, ...",
     )
     list: _Rows = Field(default=[], description="mappings of dotted keys to values, each one element")
-    throttle: Positive | None = Field(default=None, description="elements that run at one time; null: all")
+    throttle: PositiveInt | None = Field(default=None, description="elements that run at one time; null: all")

@@ -17,16 +17,22 @@ from hpcrun.errors import UsageError
 from hpcrun.files import make_directories
 from hpcrun.local_identity import absolute_path
 from hpcrun.specs.attempt import Attempt
-from hpcrun.specs.branch import become_itself, require_identity
-from hpcrun.specs.identity import Identity, digest_of, parse_identity, read_identity, write_identity
-from hpcrun.specs.owner import is_mine, require_mine, warn_of_open_root
+from hpcrun.specs.branch import make_copy_independent, require_run_identity
+from hpcrun.specs.identity import (
+    RunIdentity,
+    directory_digest,
+    parse_run_identity,
+    read_run_identity,
+    write_run_identity,
+)
+from hpcrun.specs.owner import is_private_directory, require_own_run, warn_if_root_is_writable
 from hpcrun.specs.profiles import profile_roots
 from hpcrun.specs.records import read_json
 
 __all__ = [
     "Attempt",
     "RunDir",
-    "Use",
+    "RunUse",
     "all_runs",
     "create_run",
     "find_run",
@@ -35,7 +41,7 @@ __all__ = [
     "runs_roots",
 ]
 
-Use = Literal["read", "plan", "act"]
+RunUse = Literal["read", "plan", "act"]
 """What a verb does with a run: reads it, says what it would do, or changes it, its jobs or its processes."""
 _JOB = re.compile(r"([0-9]{1,10})(?:_([0-9]{1,9})|\+[0-9]{1,6})?")
 """A job, an element of an array, or a component of a heterogeneous job."""
@@ -95,9 +101,9 @@ class RunDir:
         if (sweep := self.sweep_of_element) is not None:
             return tuple(f"{run_id}/{self.path.name}" for run_id in sweep.run_ids)
         if self.path not in _identities:
-            identity = read_identity(self.path)
+            identity = read_run_identity(self.path)
             if identity is None:
-                return (digest_of(self.path),)
+                return (directory_digest(self.path),)
             self.assume(identity.run_id, identity.copied_from)
         run_id, copied_from = _identities[self.path]
         return run_id, *copied_from
@@ -111,9 +117,9 @@ class RunDir:
         """The id and the beginning of the identity, for places that several roots share."""
         return f"{self.id}-{self.run_id[:8]}"
 
-    def identify(self, identity: Identity, **values: Any) -> None:
+    def identify(self, identity: RunIdentity, **values: Any) -> None:
         """Give the run an identity; `values` is what else job.json says."""
-        write_identity(self.path, identity, **values)
+        write_run_identity(self.path, identity, **values)
         self.assume(identity.run_id, identity.copied_from)
 
     @property
@@ -248,14 +254,14 @@ class RunDir:
             return []
         return [Attempt(self, number) for number in sorted(int(n) for n in names if _NUMBER.fullmatch(n))]
 
-    def coming_attempt(self) -> Attempt:
+    def upcoming_attempt(self) -> Attempt:
         """The attempt after the newest one, of which nothing is there yet."""
         attempts = self.attempts()
         return self.attempt(attempts[-1].number + 1 if attempts else 1)
 
     def next_attempt(self) -> Attempt:
         """The attempt after the newest one, with its directories made."""
-        return self.coming_attempt().create()
+        return self.upcoming_attempt().create()
 
     def read_exit(self) -> dict[str, Any] | None:
         """The exit record, or None while there is none."""
@@ -271,11 +277,11 @@ def create_run(name: str, root: Path | None = None) -> RunDir:
     is_whole = False
     try:
         make_directories(root, 0o755)
-        warn_of_open_root(root)
+        warn_if_root_is_writable(root)
         path.mkdir(mode=0o700)
         run = RunDir(path)
         run.checkpoints.mkdir(mode=0o700)
-        run.identify(Identity.new(path))
+        run.identify(RunIdentity.new(path))
         is_whole = True
     except OSError as error:
         raise UsageError(
@@ -309,7 +315,7 @@ def all_runs(root: Path | None = None) -> Iterator[RunDir]:
     found = []
     for place in [root] if root else runs_roots():
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            warn_of_open_root(place)
+            warn_if_root_is_writable(place)
             with os.scandir(place) as entries:
                 found += [(time, place / name) for time, name in filter(None, map(_own_run, entries))]
     for _, path in sorted(found):
@@ -329,14 +335,14 @@ def _own_run(entry: os.DirEntry[str]) -> tuple[float, str] | None:
         return None
 
 
-def find_runs(words: Iterable[str], *, use: Use = "read") -> list[RunDir]:
+def find_runs(words: Iterable[str], *, use: RunUse = "read") -> list[RunDir]:
     """The same as find_run for several words, with one look at the root."""
     among = list(all_runs())
     return [find_run(word, among=among, use=use) for word in words]
 
 
 def find_run(
-    word: str, root: Path | None = None, *, among: Sequence[RunDir] | None = None, use: Use = "read"
+    word: str, root: Path | None = None, *, among: Sequence[RunDir] | None = None, use: RunUse = "read"
 ) -> RunDir:
     """RUN on the command line: a run directory, a run's id, its name or its beginning, or a Slurm job's id.
 
@@ -349,10 +355,10 @@ def find_run(
         raise UsageError("an empty word names no run; `hpcrun list` shows the runs")
     run, is_named_by_path = _look_up(word, root, among)
     if use != "read":
-        require_mine(run, is_named_by_path=is_named_by_path)
-        require_identity(run)
+        require_own_run(run, is_named_by_path=is_named_by_path)
+        require_run_identity(run)
     if use == "act":
-        become_itself(run)
+        make_copy_independent(run)
     return run
 
 
@@ -360,16 +366,16 @@ def _look_up(word: str, root: Path | None, among: Sequence[RunDir] | None) -> tu
     """The run, and whether the word is a path, so that it may be anybody's."""
     name, slash, number = word.rpartition("/")
     if not slash:
-        return _by_name(word, root, among), False
+        return _find_by_name(word, root, among), False
     if _NUMBER.fullmatch(number) and name.strip("./"):
         try:
             sweep, is_path = _look_up(name, root, among)
-            return _element(sweep, int(number)), is_path
+            return _find_element(sweep, int(number)), is_path
         except UsageError:
             if not _is_run(word):
                 raise
     if not _is_run(word):
-        raise _no_such_run(word, root, all_runs(root) if among is None else among)
+        raise _no_such_run_error(word, root, all_runs(root) if among is None else among)
     return RunDir(Path(word).resolve()), True
 
 
@@ -384,23 +390,23 @@ def _is_run(word: str) -> bool:
     return True
 
 
-def _by_name(word: str, root: Path | None, among: Sequence[RunDir] | None) -> RunDir:
+def _find_by_name(word: str, root: Path | None, among: Sequence[RunDir] | None) -> RunDir:
     runs = list(all_runs(root)) if among is None else among
     # Others may have changed what others can write: it is what was meant only where nothing else is.
-    mine = [run for run in runs if is_mine(run.path)]
+    mine = [run for run in runs if is_private_directory(run.path)]
     for candidates in (mine, runs):
-        if found := _named(word, candidates):
+        if found := _find_named(word, candidates):
             return found
-    raise _no_such_run(word, root, runs)
+    raise _no_such_run_error(word, root, runs)
 
 
-def _named(word: str, runs: Sequence[RunDir]) -> RunDir | None:
+def _find_named(word: str, runs: Sequence[RunDir]) -> RunDir | None:
     exact = [run for run in runs if run.id == word]
     if exact:
         return exact[0]
-    if (job := _JOB.fullmatch(word)) and (found := _run_of_job(runs, int(job[1]), job[2])):
+    if (job := _JOB.fullmatch(word)) and (found := _find_run_of_job(runs, int(job[1]), job[2])):
         return found
-    if is_mine(Path(word)) and _is_run(word):
+    if is_private_directory(Path(word)) and _is_run(word):
         return RunDir(Path(word).resolve())
     # A name that is whole comes before longer ones that begin like it.
     named = [run for run in runs if _STAMP.fullmatch(run.id.removeprefix(word)) and run.id.startswith(word)]
@@ -412,14 +418,14 @@ def _named(word: str, runs: Sequence[RunDir]) -> RunDir | None:
     return matches[0] if matches else None
 
 
-def _no_such_run(word: str, root: Path | None, runs: Iterable[RunDir]) -> UsageError:
+def _no_such_run_error(word: str, root: Path | None, runs: Iterable[RunDir]) -> UsageError:
     where = root or ", ".join(map(str, runs_roots()))
     known = ", ".join(run.id for run in list(runs)[-3:]) or "none"
     path = f"; to read the directory of that name write ./{word}" if "/" not in word and _is_run(word) else ""
     return UsageError(f"{word}: no such run under {where} (newest: {known}); see `hpcrun list`{path}")
 
 
-def _element(sweep: RunDir, number: int) -> RunDir:
+def _find_element(sweep: RunDir, number: int) -> RunDir:
     element = sweep.element(number)
     with contextlib.suppress(OSError):
         if stat.S_ISDIR(element.path.lstat().st_mode):
@@ -433,12 +439,12 @@ def _element(sweep: RunDir, number: int) -> RunDir:
     raise UsageError(f"{sweep.id}/{number}: there is no such element; there are 0 to {count - 1}")
 
 
-def _run_of_job(runs: Sequence[RunDir], job: int, index: str | None) -> RunDir | None:
+def _find_run_of_job(runs: Sequence[RunDir], job: int, index: str | None) -> RunDir | None:
     """The newest run that was submitted as this job, or the element that runs under this index of it."""
     for run in reversed(runs):
         offset = _offset_of_job(run, job)
         if offset is not None:
-            return run if index is None else _element(run, int(index) + offset)
+            return run if index is None else _find_element(run, int(index) + offset)
     return None
 
 
@@ -449,7 +455,7 @@ def _offset_of_job(run: RunDir, job: int) -> int | None:
         record = read_json(run.job) or {}
         for one in reversed(record.get("submissions", [])):
             if one.get("job") == job:
-                identity = parse_identity(record)
+                identity = parse_run_identity(record)
                 # A copy tells of the jobs of the run that it was copied from.
                 return int(one.get("offset", 0)) if identity is None or identity.is_at(run.path) else None
     return None

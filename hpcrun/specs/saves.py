@@ -14,22 +14,22 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.errors import UsageError
 from hpcrun.files import UntrustedFileError, read_regular
-from hpcrun.specs.descent import is_descent, line_of
+from hpcrun.specs.descent import is_descent, select_lineage
 from hpcrun.specs.rundir import RunDir
 
-FORMAT_VERSION = 2
-RECORD = "complete.json"
+SAVE_FORMAT_VERSION = 2
+COMMIT_RECORD = "complete.json"
 """Written last into a step's directory: without it the step does not exist."""
 _CHECK = "check"
 _MOST_RECORD_BYTES = 16 << 20
 _GENERATION = re.compile(r"[0-9a-f]{32}")
 _COUNTS = ("step", "position", "world_size", "attempt")
-MOST_COUNT = 1 << 62
+MAX_COUNT = 1 << 62
 """Steps, samples and sizes lie below it."""
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A committed step: where it lies and what is known of it without loading it."""
 
     path: Path
@@ -56,7 +56,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Unreadable:
+class UnreadableCheckpoint:
     """A directory that looks like a committed step, but whose record proves nothing."""
 
     path: Path
@@ -65,90 +65,92 @@ class Unreadable:
     """Its record is there, and wrong; else this node cannot see it, which proves nothing."""
 
 
-def read_saves(checkpoints: Path) -> tuple[list[Saved], list[Unreadable]]:
+def read_saved_checkpoints(checkpoints: Path) -> tuple[list[SavedCheckpoint], list[UnreadableCheckpoint]]:
     """All committed steps that lie there by step, and those whose record is damaged; none half-written.
 
     UsageError for a step that a newer hpcrun has written.
     """
-    found, unreadable = list[Saved](), list[Unreadable]()
+    found, unreadable = list[SavedCheckpoint](), list[UnreadableCheckpoint]()
     try:
         names = sorted(name for name in os.listdir(checkpoints) if name.startswith("step-"))  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):
         names = []
     for name in names:
-        one = read_save(checkpoints / name)
+        one = read_saved_checkpoint(checkpoints / name)
         if one is not None:
-            (found if isinstance(one, Saved) else unreadable).append(one)  # type: ignore[arg-type]
+            (found if isinstance(one, SavedCheckpoint) else unreadable).append(one)  # type: ignore[arg-type]
     return sorted(found, key=lambda saved: saved.step), unreadable
 
 
-def read_save(path: Path) -> Saved | Unreadable | None:
+def read_saved_checkpoint(path: Path) -> SavedCheckpoint | UnreadableCheckpoint | None:
     """What a directory of a committed step is; None where there is no directory.
 
     UsageError for a step that a newer hpcrun has written.
     """
     try:
-        return _parse(path, read_regular(path / RECORD, _MOST_RECORD_BYTES).decode())
+        return _parse_commit_record(path, read_regular(path / COMMIT_RECORD, _MOST_RECORD_BYTES).decode())
     except FileNotFoundError:
         # A generation gets its name with its record in it, and loses its name before the record.
-        return Unreadable(path, f"{RECORD} is missing", False) if path.is_dir() else None
+        return UnreadableCheckpoint(path, f"{COMMIT_RECORD} is missing", False) if path.is_dir() else None
     except NotADirectoryError:
         return None
     except UntrustedFileError as error:
-        return Unreadable(path, str(error).removeprefix(f"{path}/"))
+        return UnreadableCheckpoint(path, str(error).removeprefix(f"{path}/"))
     except (OSError, ValueError) as error:
-        return Unreadable(path, f"{RECORD} cannot be read: {error}", not isinstance(error, OSError))
+        return UnreadableCheckpoint(
+            path, f"{COMMIT_RECORD} cannot be read: {error}", not isinstance(error, OSError)
+        )
 
 
-def step_of(path: Path) -> int:
+def step_of_directory(path: Path) -> int:
     """The step that a directory of a save is named after; -1 for a name that is not ours."""
     digits = path.name.removeprefix("step-")
     return int(digits) if digits.isdecimal() else -1
 
 
-def saved_steps(checkpoints: Path) -> list[Saved]:
+def resumable_checkpoints(checkpoints: Path) -> list[SavedCheckpoint]:
     """The committed steps that a run may go on from, oldest first; see sort_saves."""
-    return sort_saves(checkpoints, read_saves(checkpoints)[0]).line
+    return sort_checkpoints(checkpoints, read_saved_checkpoints(checkpoints)[0]).line
 
 
 @dataclass(frozen=True)
-class Sorted:
+class SortedCheckpoints:
     """The saves in a run's directory by what they are to it, each oldest first."""
 
-    line: list[Saved]
+    line: list[SavedCheckpoint]
     """The newest, and what it has come from."""
-    left: list[Saved]
+    left: list[SavedCheckpoint]
     """Of branches of this run that were left for an older save."""
-    strangers: list[Saved]
+    strangers: list[SavedCheckpoint]
     """Of another run, or of nobody knows which: copied in by hand, or of an older layout."""
 
     @property
-    def own(self) -> list[Saved]:
+    def own(self) -> list[SavedCheckpoint]:
         """All that this run has saved."""
         return [*self.left, *self.line]
 
 
-def sort_saves(checkpoints: Path, saves: Iterable[Saved]) -> Sorted:
+def sort_checkpoints(checkpoints: Path, saves: Iterable[SavedCheckpoint]) -> SortedCheckpoints:
     """Saves that lie there, by what they are to the run whose directory that is in."""
     ordered = sorted(saves, key=lambda one: one.step)
     own_ids = RunDir(checkpoints.parent).run_ids if ordered else ()
     own = [one for one in ordered if one.run_id in own_ids]
-    line = line_of(own)
+    line = select_lineage(own)
     names = {one.path for one in line}
-    return Sorted(
+    return SortedCheckpoints(
         line,
         [one for one in own if one.path not in names],
         [one for one in ordered if one.run_id not in own_ids],
     )
 
 
-def refuse_strangers(checkpoints: Path, sorted_saves: Sorted) -> None:
+def refuse_foreign_checkpoints(checkpoints: Path, sorted_saves: SortedCheckpoints) -> None:
     """UsageError where all that is there is other runs' saves, or of no known one: what to do with them."""
     if sorted_saves.own or not sorted_saves.strangers:
         return
     newest, run = sorted_saves.strangers[-1], checkpoints.parent
     whose = f"of another run ({newest.run_id})" if newest.run_id else "of no known run"
-    if newest.format_version < FORMAT_VERSION:
+    if newest.format_version < SAVE_FORMAT_VERSION:
         remedy = "it is of an older layout; `hpcrun ckpt export` takes it elsewhere"
     else:
         remedy = (
@@ -158,7 +160,7 @@ def refuse_strangers(checkpoints: Path, sorted_saves: Sorted) -> None:
     raise UsageError(f"{newest.path}: is {whose}, and is not gone on from in {run}; {remedy}")
 
 
-def render_record(saved: Saved) -> str:
+def render_commit_record(saved: SavedCheckpoint) -> str:
     """The commit record of a step, with a hash of itself."""
     record = {
         "format_version": saved.format_version,
@@ -175,31 +177,31 @@ def render_record(saved: Saved) -> str:
         "manifest": [saved.manifest_bytes, saved.manifest_hash],
         "files": list(saved.file_bytes),
     }
-    return json.dumps(record | {_CHECK: _hash(record)}) + "\n"
+    return json.dumps(record | {_CHECK: _record_hash(record)}) + "\n"
 
 
-def parse_record(path: Path, text: str) -> Saved | Unreadable:
+def parse_commit_record(path: Path, text: str) -> SavedCheckpoint | UnreadableCheckpoint:
     """What a commit record says, wherever it was read; UsageError for one that a newer hpcrun has written."""
-    return _parse(path, text)
+    return _parse_commit_record(path, text)
 
 
-def _parse(path: Path, text: str) -> Saved | Unreadable:
+def _parse_commit_record(path: Path, text: str) -> SavedCheckpoint | UnreadableCheckpoint:
     try:
         record = json.loads(text)
         version = record["format_version"]
-        if isinstance(version, int) and version > FORMAT_VERSION:
+        if isinstance(version, int) and version > SAVE_FORMAT_VERSION:
             raise UsageError(
-                f"{path}: written in format {version}, this hpcrun reads up to {FORMAT_VERSION};"
+                f"{path}: written in format {version}, this hpcrun reads up to {SAVE_FORMAT_VERSION};"
                 " use a newer hpcrun"
             )
         if version == 1:
-            return Saved(path, *_counts(record))
+            return SavedCheckpoint(path, *_read_counts(record))
         check = record.pop(_CHECK)
-        if version != FORMAT_VERSION or check != _hash(record):
-            return Unreadable(path, f"{RECORD} does not match the hash in it")
+        if version != SAVE_FORMAT_VERSION or check != _record_hash(record):
+            return UnreadableCheckpoint(path, f"{COMMIT_RECORD} does not match the hash in it")
         _check_fields(record)
         manifest_bytes, manifest_hash = record.pop("manifest")
-        return Saved(
+        return SavedCheckpoint(
             path,
             file_bytes=tuple(record.pop("files")),
             manifest_bytes=manifest_bytes,
@@ -207,10 +209,10 @@ def _parse(path: Path, text: str) -> Saved | Unreadable:
             **record,
         )
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Unreadable(path, f"{RECORD} is no record of a save")
+        return UnreadableCheckpoint(path, f"{COMMIT_RECORD} is no record of a save")
 
 
-def _counts(record: dict[str, Any]) -> tuple[int, int, int, int]:
+def _read_counts(record: dict[str, Any]) -> tuple[int, int, int, int]:
     """ValueError for anything that counts nothing: a record may come from elsewhere."""
     step, position, world_size, attempt = (record[name] for name in _COUNTS)
     if not all(_is_count(one) for one in (step, position, world_size, attempt)) or not world_size:
@@ -219,12 +221,12 @@ def _counts(record: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST_COUNT
+    return type(value) is int and 0 <= value < MAX_COUNT
 
 
 def _check_fields(record: dict[str, Any]) -> None:
     """ValueError for values of other kinds than we write: some become part of a file's name."""
-    _counts(record)
+    _read_counts(record)
     manifest_bytes, manifest_hash = record["manifest"]
     texts = (record["generation"], record["structure"], record["level"], manifest_hash)
     if not all(isinstance(one, str) for one in texts) or not _GENERATION.fullmatch(record["generation"]):
@@ -237,5 +239,5 @@ def _check_fields(record: dict[str, Any]) -> None:
         raise ValueError("its time is none")
 
 
-def _hash(record: dict[str, Any]) -> str:
+def _record_hash(record: dict[str, Any]) -> str:
     return xxh3_64_hexdigest(json.dumps(record, sort_keys=True).encode())

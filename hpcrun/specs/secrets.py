@@ -30,7 +30,7 @@ def _read_all(secrets: Mapping[str, str]) -> tuple[dict[str, str], list[SpecProb
     values, problems = {}, []
     for name, path in secrets.items():
         try:
-            values[name] = _read(Path(path))
+            values[name] = _read_secret(Path(path))
         except OSError as error:
             text = f"{path}: cannot be read: {error.strerror}; write the value into it, then chmod 600 {path}"
             problems.append(SpecProblem(f"secrets.{name}", text))
@@ -39,7 +39,7 @@ def _read_all(secrets: Mapping[str, str]) -> tuple[dict[str, str], list[SpecProb
     return values, problems
 
 
-def _read(path: Path) -> str:
+def _read_secret(path: Path) -> str:
     """The value in one file; OSError, or ValueError with the reason why it is refused."""
     # Not to wait for the writer of a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)

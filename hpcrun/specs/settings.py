@@ -12,7 +12,7 @@ from hpcrun.specs.records import read_json, write_json
 
 
 @dataclass(frozen=True)
-class Setting:
+class CommSetting:
     """One environment variable, and why it has this value."""
 
     name: str
@@ -29,7 +29,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Overruled:
+class OverriddenSetting:
     """A variable that somebody has set already: theirs stands, ours is only told."""
 
     name: str
@@ -43,13 +43,13 @@ class Overruled:
 
 
 @dataclass(frozen=True)
-class Settings:
+class CommSettings:
     """All of them as one value: prints, dumps to JSON and reads back."""
 
-    everywhere: tuple[Setting, ...] = ()
-    by_node: Mapping[str, tuple[Setting, ...]] = field(default_factory=dict)
+    everywhere: tuple[CommSetting, ...] = ()
+    by_node: Mapping[str, tuple[CommSetting, ...]] = field(default_factory=dict)
     """What holds on one node alone."""
-    overruled: tuple[Overruled, ...] = ()
+    overruled: tuple[OverriddenSetting, ...] = ()
     notes: tuple[str, ...] = ()
     """What was left alone, and why."""
 
@@ -63,20 +63,20 @@ class Settings:
         found = next((of for name, of in self.by_node.items() if name.partition(".")[0] == short), ())
         return {one.name: one.value for one in found}
 
-    def all(self) -> tuple[Setting, ...]:
+    def all(self) -> tuple[CommSetting, ...]:
         """Each of them, whichever node it is for."""
         return (*self.everywhere, *(one for of in self.by_node.values() for one in of))
 
-    def but_for(self, taken: Mapping[str, str], by: str) -> Settings:
+    def without_variables(self, taken: Mapping[str, str], by: str) -> CommSettings:
         """The same without the variables that are set already; these are told as overruled."""
 
-        def left(settings: Iterable[Setting]) -> tuple[Setting, ...]:
+        def left(settings: Iterable[CommSetting]) -> tuple[CommSetting, ...]:
             return tuple(one for one in settings if one.name not in taken)
 
         lost = {one.name: one for one in self.all() if one.name in taken}
-        told = [Overruled(name, taken[name], one.value, by) for name, one in lost.items()]
+        told = [OverriddenSetting(name, taken[name], one.value, by) for name, one in lost.items()]
         nodes = {node: left(of) for node, of in self.by_node.items()}
-        return Settings(
+        return CommSettings(
             left(self.everywhere),
             {node: of for node, of in nodes.items() if of},
             (*self.overruled, *told),
@@ -93,29 +93,29 @@ class Settings:
         }
 
 
-def write_settings(path: Path, settings: Settings) -> None:
+def write_comm_settings(path: Path, settings: CommSettings) -> None:
     """Put settings in their file."""
     write_json(path, settings.as_json())
 
 
-def read_settings(path: Path) -> Settings | None:
+def read_comm_settings(path: Path) -> CommSettings | None:
     """The settings of a file, or None where there is none; UsageError for a damaged one."""
     found = read_json(path)
     if found is None:
         return None
     try:
-        return parse_settings(found)
+        return parse_comm_settings(found)
     except (KeyError, TypeError, AttributeError):
         raise UsageError(
             f"{path}: holds no settings of this version of hpcrun; start the run again"
         ) from None
 
 
-def parse_settings(found: Mapping[str, Any]) -> Settings:
+def parse_comm_settings(found: Mapping[str, Any]) -> CommSettings:
     """Settings from as_json's values."""
-    return Settings(
-        tuple(Setting(**one) for one in found["settings"]),
-        {node: tuple(Setting(**one) for one in of) for node, of in found["by_node"].items()},
-        tuple(Overruled(**one) for one in found["overruled"]),
+    return CommSettings(
+        tuple(CommSetting(**one) for one in found["settings"]),
+        {node: tuple(CommSetting(**one) for one in of) for node, of in found["by_node"].items()},
+        tuple(OverriddenSetting(**one) for one in found["overruled"]),
         tuple(found["notes"]),
     )

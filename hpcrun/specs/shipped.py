@@ -8,7 +8,7 @@ from pathlib import Path
 from hpcrun.errors import UsageError
 
 
-def shipped(name: str) -> Path:
+def shipped_file(name: str) -> Path:
     """The path of a file below templates/, such as `jobs/demo.yaml`; UsageError lists what there is."""
     installed = importlib.util.find_spec("hpcrun.templates")
     if installed is not None and installed.origin is not None:

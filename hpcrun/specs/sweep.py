@@ -14,25 +14,25 @@ from hpcrun.specs.rundir import RunDir
 if TYPE_CHECKING:  # a verb that only reads sweep.json does without pydantic
     from hpcrun.specs.resources import SweepSpec
 
-MAX_ELEMENTS = 10_000
+MAX_SWEEP_ELEMENTS = 10_000
 """More than this is a slip of the keyboard, and more files than any file system likes."""
-FIXED = ("name", "sweep", "secrets", "cluster")
+UNSWEEPABLE_KEYS = ("name", "sweep", "secrets", "cluster")
 """Sections that belong to the whole sweep."""
 
 
-def combinations(sweep: SweepSpec) -> list[dict[str, Any]]:
+def expand_sweep(sweep: SweepSpec) -> list[dict[str, Any]]:
     """The dotted keys and values of every element, in order; the last key of `grid` varies fastest.
 
     An element is one of all combinations of `grid`, one row of `zip` and one entry of `list`. SpecError lists
     all mistakes.
     """
-    problems = [*_fixed(sweep), *_twice(sweep), *_uneven(sweep)]
+    problems = [*_find_unsweepable_keys(sweep), *_find_repeated_keys(sweep), *_find_uneven_rows(sweep)]
     if not (sweep.grid or sweep.zip or sweep.list):
         problems.append(SpecProblem("sweep", "has nothing to try; give grid, zip or list"))
     rows = len(next(iter(sweep.zip.values()), [()]))
     count = math.prod(len(values) for values in sweep.grid.values()) * rows * max(1, len(sweep.list))
-    if count > MAX_ELEMENTS:
-        text = f"stands for {count} elements; at most {MAX_ELEMENTS} are taken, use fewer values"
+    if count > MAX_SWEEP_ELEMENTS:
+        text = f"stands for {count} elements; at most {MAX_SWEEP_ELEMENTS} are taken, use fewer values"
         problems.append(SpecProblem("sweep", text))
     if problems:
         raise SpecError(problems)
@@ -57,22 +57,22 @@ def read_sweep(run: RunDir) -> list[dict[str, Any]]:
     return found
 
 
-def _keys(sweep: SweepSpec) -> list[tuple[str, str]]:
+def _sweep_keys(sweep: SweepSpec) -> list[tuple[str, str]]:
     """Every key with its place in the section; those of `list` once an entry."""
     listed = [(f"list.{index}", key) for index, row in enumerate(sweep.list) for key in row]
     return [*(("grid", key) for key in sweep.grid), *(("zip", key) for key in sweep.zip), *listed]
 
 
-def _fixed(sweep: SweepSpec) -> list[SpecProblem]:
+def _find_unsweepable_keys(sweep: SweepSpec) -> list[SpecProblem]:
     text = "cannot be swept; {} belongs to the whole sweep, give it once above"
     return [
         SpecProblem(f"sweep.{part}.{key}", text.format(key.partition(".")[0]))
-        for part, key in _keys(sweep)
-        if key.partition(".")[0] in FIXED
+        for part, key in _sweep_keys(sweep)
+        if key.partition(".")[0] in UNSWEEPABLE_KEYS
     ]
 
 
-def _twice(sweep: SweepSpec) -> list[SpecProblem]:
+def _find_repeated_keys(sweep: SweepSpec) -> list[SpecProblem]:
     rows = dict.fromkeys(key for row in sweep.list for key in row)
     counts = Counter([*sweep.grid, *sweep.zip, *rows])
     parts = {"grid": [*sweep.grid], "zip": [*sweep.zip], "list": [*rows]}
@@ -86,7 +86,7 @@ def _twice(sweep: SweepSpec) -> list[SpecProblem]:
     return problems
 
 
-def _uneven(sweep: SweepSpec) -> list[SpecProblem]:
+def _find_uneven_rows(sweep: SweepSpec) -> list[SpecProblem]:
     lengths = {key: len(values) for key, values in sweep.zip.items()}
     if len(set(lengths.values())) <= 1:
         return []

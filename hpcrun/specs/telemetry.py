@@ -6,13 +6,13 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from hpcrun.specs.fields import Directory, Line, Text
+from hpcrun.specs.fields import ExpandablePath, NoNulText, SingleLineText
 
 RunChange = Literal[
     "starting", "running", "fault", "relaunched", "requeued", "done", "saved", "failed", "interrupted", "lost"
 ]
 """The states of a run that a hook is told of; lost: its supervisor is gone without a word."""
-CHANGES: tuple[str, ...] = get_args(RunChange)
+RUN_CHANGES: tuple[str, ...] = get_args(RunChange)
 _MOST_HOOKS = 8
 
 
@@ -22,42 +22,48 @@ def _program_first(command: list[str]) -> list[str]:
     return command
 
 
-class _Section(BaseModel):
+class _TelemetrySection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class HookSpec(_Section):
+class HookSpec(_TelemetrySection):
     """A program that is called when the state of a run changes, with a JSON document on its stdin."""
 
-    command: Annotated[list[Text], Field(min_length=1), AfterValidator(_program_first)] = Field(
+    command: Annotated[list[NoNulText], Field(min_length=1), AfterValidator(_program_first)] = Field(
         description="the program and its arguments, as words; no shell reads them"
     )
-    on: list[RunChange] = Field(default=[], description=f"of {', '.join(CHANGES)}; empty: every change")
+    on: list[RunChange] = Field(default=[], description=f"of {', '.join(RUN_CHANGES)}; empty: every change")
 
 
-Hooks = Annotated[list[HookSpec], Field(max_length=_MOST_HOOKS)]
+HookList = Annotated[list[HookSpec], Field(max_length=_MOST_HOOKS)]
 
 
-class SiteTelemetrySpec(_Section):
+class SiteTelemetrySpec(_TelemetrySection):
     """Where Prometheus finds the figures of runs."""
 
-    textfile: Directory | None = Field(
+    textfile: ExpandablePath | None = Field(
         default=None, description="the textfile directory of the node_exporter on the supervisor's host"
     )
     port: int | None = Field(
         default=None, ge=1, le=65535, description="HTTP port of /metrics; where it is taken, one of the next"
     )
-    targets: Directory | None = Field(
+    targets: ExpandablePath | None = Field(
         default=None, description="directory for file_sd: a JSON file a run says where its /metrics is"
     )
 
 
-class WandbSpec(_Section):
+class WandbSpec(_TelemetrySection):
     """A run in Weights & Biases, which goes on through relaunches and requeues."""
 
-    project: Annotated[Line, Field(min_length=1)] | None = Field(default=None, description="its project")
-    entity: Annotated[Line, Field(min_length=1)] | None = Field(default=None, description="user or team")
-    group: Annotated[Line, Field(min_length=1)] | None = Field(default=None, description="its group")
+    project: Annotated[SingleLineText, Field(min_length=1)] | None = Field(
+        default=None, description="its project"
+    )
+    entity: Annotated[SingleLineText, Field(min_length=1)] | None = Field(
+        default=None, description="user or team"
+    )
+    group: Annotated[SingleLineText, Field(min_length=1)] | None = Field(
+        default=None, description="its group"
+    )
     mode: Literal["online", "offline"] | None = Field(
         default=None, description="default: online where there is a key (WANDB_API_KEY, ~/.netrc)"
     )
@@ -66,7 +72,7 @@ class WandbSpec(_Section):
 class TelemetrySpec(SiteTelemetrySpec):
     """Where the figures of a run go besides its own directory; what fails here never stops the run."""
 
-    tensorboard: bool | Directory = Field(
+    tensorboard: bool | ExpandablePath = Field(
         default=False, description="event files: true (RUN/tensorboard), or a directory with one for each run"
     )
     wandb: WandbSpec | None = Field(default=None, description="Weights & Biases; {} takes its defaults")

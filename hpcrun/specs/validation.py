@@ -38,7 +38,7 @@ _EXPLAINED = {
 """What pydantic found, in our words; `found` is the value, the other names are from the error's context."""
 
 
-def problems_of(
+def problems_of_validation_error(
     error: ValidationError,
     root: type[BaseModel],
     *,
@@ -50,16 +50,16 @@ def problems_of(
     `shorthands`: keys that a section, named by its dotted key, takes besides its fields.
     `inherit`: a key without a description, such as an item of a list, is explained by that of the key above.
     """
-    return [_problem(one, root, shorthands, inherit) for one in error.errors(include_url=False)]
+    return [_make_problem(one, root, shorthands, inherit) for one in error.errors(include_url=False)]
 
 
-def nearest(word: str, allowed: Iterable[str]) -> str:
+def suggest_allowed(word: str, allowed: Iterable[str]) -> str:
     """The end of a message on a word that is not allowed: the one that was probably meant, and the list."""
     close = difflib.get_close_matches(word, [*allowed], n=1, cutoff=0.5)
     return f"{f'; did you mean {close[0]}?' if close else ';'} allowed: {', '.join(allowed)}"
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as a message quotes it: printable, on one line and short."""
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
@@ -68,7 +68,7 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
-def _problem(
+def _make_problem(
     details: ErrorDetails, root: type[BaseModel], shorthands: Mapping[str, Sequence[str]], inherit: bool
 ) -> SpecProblem:
     path = [str(part) for part in details["loc"] if part != "[key]"]
@@ -76,18 +76,23 @@ def _problem(
     if kind == "extra_forbidden":
         section = _section_at(root, path[:-1])
         allowed = [*(section.model_fields if section else ()), *shorthands.get(".".join(path[:-1]), ())]
-        text = f"unknown key{nearest(path[-1], allowed)}"
+        text = f"unknown key{suggest_allowed(path[-1], allowed)}"
     elif kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        text = f"{show(details['input'])} is not allowed{nearest(str(details['input']), allowed)}"
+        text = (
+            f"{format_value(details['input'])} is not"
+            f" allowed{suggest_allowed(str(details['input']), allowed)}"
+        )
     else:
-        text = _EXPLAINED.get(kind, "{found} is not allowed").format(found=show(details["input"]), **context)
-        meaning = _description(root, path) or (_description(root, path[:-1]) if inherit else "")
+        text = _EXPLAINED.get(kind, "{found} is not allowed").format(
+            found=format_value(details["input"]), **context
+        )
+        meaning = _describe_field(root, path) or (_describe_field(root, path[:-1]) if inherit else "")
         text += f" ({meaning})" if meaning and kind != "value_error" else ""
     return SpecProblem(".".join(path), text)
 
 
-def _description(root: type[BaseModel], path: Sequence[str]) -> str:
+def _describe_field(root: type[BaseModel], path: Sequence[str]) -> str:
     section = _section_at(root, path[:-1])
     field = section.model_fields.get(path[-1]) if section and path else None
     return (field.description or "") if field else ""

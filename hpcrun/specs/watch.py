@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.fields import Time, readable
+from hpcrun.specs.fields import TimeText, parsed_by
 from hpcrun.units import parse_time
 
 
@@ -17,7 +17,7 @@ def _limited(text: str) -> None:
         raise UsageError(f"time: {text} is no limit; write 30s, 10m or 2h")
 
 
-_Limit = Annotated[Time, readable(_limited)]
+_Limit = Annotated[TimeText, parsed_by(_limited)]
 
 
 class WatchSpec(BaseModel):

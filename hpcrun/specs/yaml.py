@@ -12,10 +12,10 @@ import yaml
 from hpcrun.errors import SpecError, SpecProblem, UsageError
 from hpcrun.files import read_regular
 
-MAX_VALUES = 20_000
+MAX_YAML_VALUES = 20_000
 """A document that unfolds to more is a mistake or an attack (aliases of aliases)."""
-MAX_DEPTH = 20
-ITEMS = "items"
+MAX_YAML_DEPTH = 20
+LIST_KEY = "items"
 """The key of what parse_list has read."""
 
 _CORE = "tag:yaml.org,2002:"
@@ -38,7 +38,7 @@ _HINTS = {
 """What most often lies behind a complaint of the parser."""
 
 
-class _Loader(yaml.SafeLoader):
+class _CoreTypesLoader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's core types only: `no`, `012` and `4:00` stay text, `3e-4` is a number."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - so it is declared in the base class
@@ -47,7 +47,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes text that a reader of YAML 1.1 or of the core types would take for a number or a bool."""
 
-    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+    yaml_implicit_resolvers = _CoreTypesLoader.yaml_implicit_resolvers
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -64,7 +64,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 for _kind, _pattern, _first in _RESOLVERS:
-    _Loader.add_implicit_resolver(_CORE + _kind, re.compile(rf"(?:{_pattern})\Z"), list(_first))
+    _CoreTypesLoader.add_implicit_resolver(_CORE + _kind, re.compile(rf"(?:{_pattern})\Z"), list(_first))
 
 
 _STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
@@ -72,7 +72,7 @@ _STREAMS = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """A parsed mapping, and where each of its (dotted) keys stands."""
 
     values: dict[str, Any]
@@ -85,17 +85,17 @@ class Document:
         return self.places.get(key, "")
 
 
-def load_document(path: Path, *, follow: bool = True) -> Document:
+def load_yaml(path: Path, *, follow: bool = True) -> YamlDocument:
     """Read a YAML file into a Document; UsageError when it cannot be read, or is a link not to follow."""
-    return parse_document(_read(path, follow=follow), str(path))
+    return parse_yaml(_read_yaml_text(path, follow=follow), str(path))
 
 
-def load_list(path: Path) -> Document:
+def load_yaml_list(path: Path) -> YamlDocument:
     """The same for a file that holds a list."""
-    return parse_list(_read(path), str(path))
+    return parse_yaml_list(_read_yaml_text(path), str(path))
 
 
-def _read(path: Path, *, follow: bool = True) -> str:
+def _read_yaml_text(path: Path, *, follow: bool = True) -> str:
     try:
         if follow and str(path).startswith(_STREAMS):
             return path.read_text(encoding="utf-8")
@@ -108,7 +108,7 @@ def _read(path: Path, *, follow: bool = True) -> str:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def parse_document(text: str, name: str) -> Document:
+def parse_yaml(text: str, name: str) -> YamlDocument:
     """Parse one YAML mapping; every duplicate key and every syntax error names file and line."""
     node = _compose(text, name)
     if not isinstance(node, yaml.MappingNode):
@@ -116,31 +116,31 @@ def parse_document(text: str, name: str) -> Document:
         raise SpecError(
             [SpecProblem("", f"is {found}; write keys with values, such as `name: first-run`", name)]
         )
-    builder = _Builder(name)
+    builder = _DocumentBuilder(name)
     values = builder.mapping(node, "", 0)
     if builder.problems:
         raise SpecError(builder.problems)
-    return Document(values, builder.places)
+    return YamlDocument(values, builder.places)
 
 
-def parse_list(text: str, name: str) -> Document:
+def parse_yaml_list(text: str, name: str) -> YamlDocument:
     """The same for a document that is a list of mappings: `values` has one key, ITEMS, which holds them."""
     node = _compose(text, name)
     if not isinstance(node, yaml.SequenceNode) or not node.value:
         raise SpecError([SpecProblem("", "is no list; write an item a line, each begins with `- `", name)])
-    builder = _Builder(name)
-    values = builder.value(node, ITEMS, 0)
+    builder = _DocumentBuilder(name)
+    values = builder.value(node, LIST_KEY, 0)
     wrong = [
-        SpecProblem("", "must be a mapping of keys to values", builder.places[f"{ITEMS}.{number}"])
+        SpecProblem("", "must be a mapping of keys to values", builder.places[f"{LIST_KEY}.{number}"])
         for number, one in enumerate(values)
         if not isinstance(one, dict)
     ]
     if builder.problems or wrong:
         raise SpecError([*builder.problems, *wrong])
-    return Document({ITEMS: values}, builder.places)
+    return YamlDocument({LIST_KEY: values}, builder.places)
 
 
-def parse_value(text: str, key: str, name: str) -> Any:
+def parse_yaml_value(text: str, key: str, name: str) -> Any:
     """The value of `key=value` on the command line, typed by the same rules; what is no YAML is text."""
     try:
         node = _compose(text, name)
@@ -148,21 +148,21 @@ def parse_value(text: str, key: str, name: str) -> Any:
         node = yaml.ScalarNode(_CORE + "str", text)
     if node is None:
         return None
-    builder = _Builder(name, numbered=False)
+    builder = _DocumentBuilder(name, numbered=False)
     value = builder.value(node, key, 0)
     if builder.problems:
         raise SpecError(builder.problems)
     return value
 
 
-def render_document(values: dict[str, Any]) -> str:
+def render_yaml(values: dict[str, Any]) -> str:
     """A mapping as YAML that parse_document reads back to the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
     try:
-        return yaml.compose(text, Loader=_Loader)
+        return yaml.compose(text, Loader=_CoreTypesLoader)
     except yaml.MarkedYAMLError as error:
         mark, began = error.problem_mark or error.context_mark, error.context_mark
         place = f"{name}:{mark.line + 1}" if mark else name
@@ -177,11 +177,11 @@ def _compose(text: str, name: str) -> yaml.Node | None:
     except (ValueError, OverflowError) as error:  # an escape such as "\UFFFFFFFF" that is no character
         place, words = name, str(error)
     except RecursionError:
-        place, words = name, f"nested deeper than {MAX_DEPTH}"
+        place, words = name, f"nested deeper than {MAX_YAML_DEPTH}"
     raise SpecError([SpecProblem("", f"is not valid YAML: {' '.join(words.split())}", place)])
 
 
-class _Builder:
+class _DocumentBuilder:
     """Walks a node tree into plain values, noting the place of every key and every mistake."""
 
     def __init__(self, name: str, *, numbered: bool = True) -> None:
@@ -193,9 +193,11 @@ class _Builder:
 
     def value(self, node: yaml.Node, key: str, depth: int) -> Any:
         self._count += 1
-        if depth > MAX_DEPTH or self._count > MAX_VALUES:
+        if depth > MAX_YAML_DEPTH or self._count > MAX_YAML_VALUES:
             limit = (
-                f"nested deeper than {MAX_DEPTH}" if depth > MAX_DEPTH else f"more than {MAX_VALUES} values"
+                f"nested deeper than {MAX_YAML_DEPTH}"
+                if depth > MAX_YAML_DEPTH
+                else f"more than {MAX_YAML_VALUES} values"
             )
             raise SpecError(
                 [*self.problems, SpecProblem(key, f"{limit}; is it an alias of itself?", self._at(node))]

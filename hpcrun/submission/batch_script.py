@@ -14,16 +14,16 @@ from pydantic import ValidationError
 import hpcrun
 from hpcrun.errors import SpecError, SpecProblem, UsageError
 from hpcrun.process import python_path
-from hpcrun.slurm.contract import ContainerContext, ScriptContext, from_profile
-from hpcrun.slurm.directives import directives_of, gpus_of
-from hpcrun.slurm.precheck import expand_place
-from hpcrun.slurm.versions import Version
+from hpcrun.slurm.directives import build_directives, requested_gpus_per_node
+from hpcrun.slurm.precheck import expand_profile_path
+from hpcrun.slurm.script_context import ContainerContext, ScriptContext, context_from_profile
+from hpcrun.slurm.versions import SlurmVersion
 from hpcrun.specs.cluster import ClusterSpec, ContainerSpec
-from hpcrun.specs.fields import given, taken_away
+from hpcrun.specs.fields import set_variables, unset_variables
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.resources import OWN_OPTIONS, RetrySpec
+from hpcrun.specs.resources import RESERVED_OPTIONS, RetrySpec
 from hpcrun.specs.rundir import RunDir, runs_root
-from hpcrun.specs.validation import problems_of
+from hpcrun.specs.validation import problems_of_validation_error
 from hpcrun.units import parse_time
 
 CALL_ARGUMENTS = ("-u", "-P", "-m", "hpcrun", "_call")
@@ -42,14 +42,14 @@ def choose_template_name(job: JobSpec, cluster: ClusterSpec | None) -> str:
 def job_python(job: JobSpec, cluster: ClusterSpec | None) -> str:
     """The interpreter of the compute nodes: the job's, else the profile's, else the one that submits."""
     profile = cluster.python.path if cluster else None
-    return job.python or (expand_place(profile) if profile else None) or sys.executable
+    return job.python or (expand_profile_path(profile) if profile else None) or sys.executable
 
 
 def cluster_runs_root(cluster: ClusterSpec | None) -> Path:
     """Where runs on this cluster are made: HPCRUN_ROOT, else as its profile says, else ./runs."""
     if os.environ.get("HPCRUN_ROOT") or cluster is None or cluster.root is None:
         return runs_root()
-    root = Path(expand_place(cluster.root))
+    root = Path(expand_profile_path(cluster.root))
     if not root.is_absolute():
         text = f"{root} is no absolute path here; set the variable that it names, or HPCRUN_ROOT"
         raise UsageError(f"root of the profile {cluster.name}: {text}")
@@ -60,7 +60,7 @@ def build_script_context(
     job: JobSpec,
     run: RunDir,
     cluster: ClusterSpec | None,
-    version: Version | None,
+    version: SlurmVersion | None,
     dependency: str = "",
     leaves: int | None = None,
 ) -> tuple[ScriptContext, tuple[str, ...]]:
@@ -68,9 +68,9 @@ def build_script_context(
 
     SpecError for values that cannot stand in a script. The array of a sweep is put in later.
     """
-    options, notes = directives_of(job, cluster, version, leaves=leaves)
+    options, notes = build_directives(job, cluster, version, leaves=leaves)
     _refuse_backticks(options)
-    site = from_profile(cluster)
+    site = context_from_profile(cluster)
     env = {**(cluster.env if cluster else {}), **job.env}
     values: dict[str, Any] = site | {
         "name": job.name,
@@ -85,8 +85,8 @@ def build_script_context(
         "grace_s": _grace_s(job),
         "ranks_per_node": job.ranks_per_node,
         "modules": [*site.get("modules", []), *job.modules],
-        "env": _with_source_tree(given(env)),
-        "env_unset": taken_away(env),
+        "env": _with_source_tree(set_variables(env)),
+        "env_unset": unset_variables(env),
         "env_deny": [*site.get("env_deny", []), *job.env_deny],
         "slurm_version": str(version) if version else None,
     }
@@ -111,13 +111,13 @@ def _refuse_backticks(options: Mapping[str, object]) -> None:
     """There is no way to write one that sbatch reads as it is and bash never runs."""
     for option, value in options.items():
         if "`" in str(value):
-            key = OWN_OPTIONS.get(option) or f"resources.sbatch.{option}"
+            key = RESERVED_OPTIONS.get(option) or f"resources.sbatch.{option}"
             raise SpecError([SpecProblem(key, "may not hold a backtick; leave it out")])
 
 
 def explain_script_error(error: ValidationError) -> SpecError:
     """Values that passed as a job's, but cannot stand in a script, one line each."""
-    problems = problems_of(error, ScriptContext)
+    problems = problems_of_validation_error(error, ScriptContext)
     return SpecError([SpecProblem(f"batch script: {one.key}", one.text) for one in problems])
 
 
@@ -146,13 +146,13 @@ def _container_context(job: JobSpec, cluster: ClusterSpec | None) -> ContainerCo
             "mounts": [*_expand_mounts(site.mounts), *own.mounts],
             "workdir": own.workdir,
             "options": [*options, *own.options],
-            "gpus": gpus_of(job, cluster) > 0,
+            "gpus": requested_gpus_per_node(job, cluster) > 0,
         }
     )
 
 
 def _expand_mounts(mounts: Iterable[str]) -> list[str]:
-    return [":".join(expand_place(part) for part in mount.split(":")) for mount in mounts]
+    return [":".join(expand_profile_path(part) for part in mount.split(":")) for mount in mounts]
 
 
 def _with_source_tree(env: dict[str, str]) -> dict[str, str]:

@@ -185,22 +185,24 @@ def _build_request(
 ) -> SubmissionRequest:
     """The function as a job whose command makes the call; SpecError lists every mistake."""
     from hpcrun.specs.load import resolve_job
-    from hpcrun.specs.validation import nearest
-    from hpcrun.specs.yaml import Document, load_document
+    from hpcrun.specs.validation import suggest_allowed
+    from hpcrun.specs.yaml import YamlDocument, load_yaml
     from hpcrun.submission.batch_script import job_python
     from hpcrun.submission.request import SubmissionRequest, load_job_profile
 
     if isinstance(spec, str | Path):
-        document, base = load_document(Path(spec)), local_identity.absolute_path(spec).parent
+        document, base = load_yaml(Path(spec)), local_identity.absolute_path(spec).parent
     else:
-        document, base = Document(dict(spec or {}), {"": "spec"}), local_identity.working_directory()
+        document, base = YamlDocument(dict(spec or {}), {"": "spec"}), local_identity.working_directory()
     given = document.values
     wrong = [key for key in given if key not in FUNCTION_JOB_KEYS]
     made = [FunctionCall(fn, args, kwargs, find_import_paths()) for args, kwargs in calls]
     values = _command_section(given, made[0].can_save, len(calls) if is_array else 0)
-    document = Document(values, document.places)
+    document = YamlDocument(values, document.places)
     problems = [
-        SpecProblem(key, f"is not for a function{nearest(key, FUNCTION_JOB_KEYS)}", document.where(key))
+        SpecProblem(
+            key, f"is not for a function{suggest_allowed(key, FUNCTION_JOB_KEYS)}", document.where(key)
+        )
         for key in wrong
     ]
     try:

@@ -15,7 +15,7 @@ from typing import Literal
 from hpcrun.checkpoint.parity.sets import check_survivable
 from hpcrun.errors import SiteError, SpecProblem, UsageError
 from hpcrun.hydra import find_mpiexec
-from hpcrun.slurm.precheck import check_room
+from hpcrun.slurm.precheck import check_free_space
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 
@@ -89,5 +89,5 @@ def check_run_root(root: Path, *, is_new: bool, need_bytes: int, ranks: int, run
         found = "may not be written" if place.is_dir() else "is no directory"
         text = "set HPCRUN_ROOT to a directory that you may write"
         raise UsageError(f"{root}: no run directory can be made here: {place} {found}; {text}")
-    for finding in check_room(place, os.statvfs(place), need_bytes, ranks, runs):
+    for finding in check_free_space(place, os.statvfs(place), need_bytes, ranks, runs):
         raise SiteError(finding.text)

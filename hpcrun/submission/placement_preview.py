@@ -11,9 +11,9 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.fabric.cost import BLOCK
 from hpcrun.fabric.graph import Fabric
-from hpcrun.fabric.place import Placed, place
+from hpcrun.fabric.place import PlacementResult, place_job
 from hpcrun.fabric.topology_reader import find_fabric
-from hpcrun.fabric.traffic import traffic_of
+from hpcrun.fabric.traffic import estimate_traffic
 from hpcrun.health.lemon_nodes import load_nodes_to_avoid
 from hpcrun.hostlist import expand_hosts
 from hpcrun.slurm.cluster_state import LiveCluster
@@ -53,7 +53,7 @@ class PlacementPreview:
     """Where a job would stand, if Slurm gave it the nodes that suit it best."""
 
     network: NetworkState
-    placed: Placed
+    placed: PlacementResult
     leaves: int | None
     """Under how few leaf switches its nodes find room; None where no leaves are known."""
     notes: tuple[str, ...] = ()
@@ -116,7 +116,7 @@ def preview_placement(spec: JobSpec, plan: Plan | None, network: NetworkState) -
     """Place a job; where too few nodes are free, among all in service. UsageError where these are too few."""
     asked = spec.resources
     excluded = set(expand_hosts(asked.exclude or "", "resources.exclude"))
-    traffic = traffic_of(spec.model, plan, spec)
+    traffic = estimate_traffic(spec.model, plan, spec)
     usable = [
         node for node in network.fabric.nodes if network.states.get(node) in (FREE_STATE, "busy", "unknown")
     ]
@@ -127,7 +127,7 @@ def preview_placement(spec: JobSpec, plan: Plan | None, network: NetworkState) -
     for note, nodes in choices:
         notes = [note] if note else []
         try:
-            placed = place(
+            placed = place_job(
                 network.fabric,
                 nodes,
                 spec.ranks,
@@ -146,7 +146,7 @@ def preview_placement(spec: JobSpec, plan: Plan | None, network: NetworkState) -
     return PlacementPreview(network, placed, _count_leaves(network.fabric, placed), tuple(notes))
 
 
-def _count_leaves(fabric: Fabric, placed: Placed) -> int | None:
+def _count_leaves(fabric: Fabric, placed: PlacementResult) -> int | None:
     """How many leaf switches the nodes are under; blocks of NVLink are below the leaf."""
     index = next((at for at, level in enumerate(fabric.levels) if level.name != BLOCK), None)
     if index is None:

@@ -13,13 +13,13 @@ from hpcrun.checkpoint.policy.capacity import format_storage_refusal, plan_save_
 from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.formulas import model_parameters
-from hpcrun.specs.hf_directory import read_layout, why_inexact
+from hpcrun.specs.hf_directory import read_hf_layout, why_precision_is_lost
 from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.load import ResolvedJob, load_job, load_job_of
+from hpcrun.specs.load import ResolvedJob, load_job, load_run_job
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import RunDir, runs_root
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.specs.secrets import check_secret_files
 from hpcrun.submission.launch_checks import check_run_root
 
@@ -105,7 +105,7 @@ def _load_resumed_job(run: RunDir, overrides: Sequence[str]) -> ResolvedJob:
         for key, causes in _FOLLOWS_LAYOUT.items()
         if key not in given and any(name.startswith(cause) for name in given for cause in causes)
     ]
-    resolved = load_job_of(run, [*released, *overrides])
+    resolved = load_run_job(run, [*released, *overrides])
     ended, steps = run.read_exit() or {}, resolved.spec.train.steps
     step = ended.get("step")
     if ended.get("status") == "done" and isinstance(step, int) and step >= steps:
@@ -159,7 +159,7 @@ def _check_weights(resolved: ResolvedJob, resume: RunDir | None) -> None:
     try:
         if not stat.S_ISDIR(directory.stat().st_mode):
             raise NotADirectoryError
-        wrong = why_quantised(directory) or why_inexact(read_layout(directory), kept)
+        wrong = why_quantised(directory) or why_precision_is_lost(read_hf_layout(directory), kept)
     except (FileNotFoundError, NotADirectoryError):
         wrong = f"{weights} is no directory; give one with safetensors"
     except UsageError as error:
@@ -179,7 +179,7 @@ def _check_storage(prepared: PreparedJob) -> None:
         need_bytes=max_checkpoint_bytes(prepared),
         ranks=prepared.spec.ranks,
     )
-    held = len(saved_steps(prepared.resume.checkpoints)) if prepared.resume else 0
+    held = len(resumable_checkpoints(prepared.resume.checkpoints)) if prepared.resume else 0
     told = plan_save_storage_in_time(prepared.spec, prepared.plan, root, held=held)
     if told is not None and told.refusal is not None:
         raise SiteError(format_storage_refusal(root, told.refusal))

@@ -15,30 +15,30 @@ from hpcrun import process
 from hpcrun.checkpoint.policy.capacity import format_storage_refusal, plan_save_storage_in_time
 from hpcrun.errors import HpcrunError, SiteError, SpecError, SpecProblem, UsageError
 from hpcrun.fabric.domains import failure_domains
-from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
-from hpcrun.slurm.arrays import USUAL_SIZE, Chunk, cut_up
-from hpcrun.slurm.cluster_state import LiveCluster, ask_cluster
-from hpcrun.slurm.contract import ScriptContext
-from hpcrun.slurm.inputs import Inputs, read_inputs
+from hpcrun.runs.run_state import read_element_states, read_run_states
+from hpcrun.slurm.arrays import DEFAULT_ARRAY_SIZE, ArrayChunk, split_into_arrays
+from hpcrun.slurm.cluster_state import LiveCluster, query_cluster
+from hpcrun.slurm.inputs import SbatchInputs, read_sbatch_inputs
 from hpcrun.slurm.precheck import (
-    Finding,
-    check_fit,
+    PrecheckFinding,
     check_gpus,
-    check_place,
-    counts_memory,
-    expand_place,
-    over_quota,
+    check_partition_fit,
+    check_run_root_visibility,
+    exceeded_quota_lines,
+    expand_profile_path,
+    schedules_memory,
 )
-from hpcrun.slurm.template import SUFFIX, Library, Template
-from hpcrun.slurm.versions import Version, parse_version
-from hpcrun.specs.badnodes import merged_exclude
+from hpcrun.slurm.script_context import ScriptContext
+from hpcrun.slurm.template import TEMPLATE_SUFFIX, BatchTemplate, TemplateLibrary
+from hpcrun.slurm.versions import SlurmVersion, parse_slurm_version
+from hpcrun.specs.badnodes import merge_excluded_nodes
 from hpcrun.specs.cluster import ClusterSpec, find_cluster
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.load import ResolvedJob, load_job, load_job_of
-from hpcrun.specs.plan import contradictions
+from hpcrun.specs.load import ResolvedJob, load_job, load_run_job
+from hpcrun.specs.plan import find_plan_problems
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.specs.secrets import check_secret_files
 from hpcrun.specs.sweep import read_sweep
 from hpcrun.submission import prepare
@@ -49,10 +49,10 @@ from hpcrun.submission.batch_script import (
     container_runtime,
     job_python,
 )
+from hpcrun.submission.dependencies import NoteCallback, find_dependencies
 from hpcrun.submission.launch_checks import check_run_root, find_launch_problems, why_not_launchable_here
 from hpcrun.submission.placement_preview import NetworkState, load_network, preview_placement
 
-NoteCallback = Callable[[str], None]
 """Takes one line for the person."""
 
 _ASK_S, _QUOTA_S = 5.0, 10.0
@@ -96,14 +96,16 @@ class PreparedSubmission:
             raise self.resolved.mistake("cluster", "there is no profile; see `hpcrun cluster draft`")
         nowhere = self.cluster is None and request.slurm_version is None and shutil.which("sbatch") is None
         self.is_local = spec.cluster == "local" or nowhere
-        self.inputs = Inputs() if self.is_local else read_inputs(spec, self.cluster, os.environ)
+        self.inputs = SbatchInputs() if self.is_local else read_sbatch_inputs(spec, self.cluster, os.environ)
         for text in self.inputs.notes:
             note(text)
         self.resolved = self.resolved.asking(self.inputs.resources)
-        self.library = Library()
+        self.library = TemplateLibrary()
         if self.is_local and (request.after or request.after_any):
             raise UsageError("--after needs Slurm, and this would run here without it; leave it out")
-        self.dependencies, self.after = _dependencies(request, self.cluster, note)
+        self.dependencies, self.after = find_dependencies(
+            request.after, request.after_any, self.cluster, note
+        )
 
     @cached_property
     def is_function(self) -> bool:
@@ -122,12 +124,12 @@ class PreparedSubmission:
         return (self.cluster.slurm_cluster if self.cluster else None) or self.inputs.slurm_cluster
 
     @cached_property
-    def template(self) -> Template:
+    def template(self) -> BatchTemplate:
         """The request's, else the one for jobs of this kind."""
         spec, asked = self.resolved.spec, self.request.template
         usual = "function" if self.is_function else choose_template_name(spec, self.cluster)
         found = self.library.find(asked or usual)
-        kinds = {layer.name.removesuffix(SUFFIX) for layer in self.library.chain(found)}
+        kinds = {layer.name.removesuffix(TEMPLATE_SUFFIX) for layer in self.library.chain(found)}
         if "array" in kinds and spec.sweep is None:
             raise UsageError(f"--template {asked}: is for a sweep, and the job has none; leave it out")
         if spec.container is None and any(kind.endswith(("-pyxis", "-apptainer")) for kind in kinds):
@@ -144,16 +146,16 @@ class PreparedSubmission:
         return None if is_elsewhere else query_live_cluster(self.slurm_cluster, self.note)
 
     @cached_property
-    def version(self) -> Version | None:
+    def version(self) -> SlurmVersion | None:
         """The release that the script is for; None when nobody says."""
         given = self.request.slurm_version
         if given is not None:
-            version = parse_version(given)
+            version = parse_slurm_version(given)
             if version is None:
                 raise UsageError(f"--slurm-version {given}: is no release of Slurm; write it as 24.05")
             return version
         live = self.live.version if self.live else None
-        return live or (parse_version(self.cluster.slurm_version or "") if self.cluster else None)
+        return live or (parse_slurm_version(self.cluster.slurm_version or "") if self.cluster else None)
 
     @property
     def place(self) -> Path:
@@ -194,7 +196,7 @@ class PreparedSubmission:
         if self.is_local:
             return spec
         known = [one.name for one in self.live.nodes] if self.live else None
-        excluded, notes = merged_exclude(spec.resources.exclude, self.network.bad, known)
+        excluded, notes = merge_excluded_nodes(spec.resources.exclude, self.network.bad, known)
         for text in (*notes, *self.network.damaged):
             self.note(text)
         resources = spec.resources.model_copy(update={"exclude": excluded or None})
@@ -208,7 +210,7 @@ class PreparedSubmission:
                 self.spec_with_exclusions, run, self.cluster, self.version, dependency, self.leaves
             )
         except SpecError as error:
-            problems = [self.placed(Finding(one.key, one.text)) for one in error.problems]
+            problems = [self.placed(PrecheckFinding(one.key, one.text)) for one in error.problems]
             raise SpecError(problems) from None
         for text in notes:
             self.note(text)
@@ -233,7 +235,7 @@ class PreparedSubmission:
             raise UsageError(f"{asked and asked.id}: {what} ended well; nothing is left to do")
         return left
 
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[ArrayChunk]:
         """The arrays that the sweep becomes; none for a job without one."""
         if not self.elements:
             return []
@@ -241,18 +243,18 @@ class PreparedSubmission:
         size = self.live.config.max_array_size if self.live else None
         if size == 0:
             raise UsageError("sweep: this cluster takes no arrays (MaxArraySize is 0)")
-        return cut_up(self.elements, size or USUAL_SIZE, sweep.throttle if sweep else None)
+        return split_into_arrays(self.elements, size or DEFAULT_ARRAY_SIZE, sweep.throttle if sweep else None)
 
     def jobs(self) -> tuple[ResolvedJob, ...]:
         """The job itself or, of a sweep, every element."""
         return self.resolved.elements or (self.resolved,)
 
-    def placed(self, finding: Finding) -> SpecProblem:
+    def placed(self, finding: PrecheckFinding) -> SpecProblem:
         """A finding with the file and line of its key."""
         where = self.resolved.document.where(finding.key) if finding.key else ""
         return SpecProblem(finding.key, finding.text, where)
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[PrecheckFinding]:
         """All that a look at the job's files, the cluster and the place of the run shows."""
         spec = self.resolved.spec
         found = [*_find_missing_inputs(self.jobs()), *(self._room() or self._saves())]
@@ -268,21 +270,24 @@ class PreparedSubmission:
         fabric = self.network.fabric
         levels = failure_domains(fabric, fabric.nodes) if fabric.levels else None
         found += [
-            Finding(one.key, one.text) for one in find_launch_problems(spec, self.cluster, runtime, levels)
+            PrecheckFinding(one.key, one.text)
+            for one in find_launch_problems(spec, self.cluster, runtime, levels)
         ]
         return [*found, *self._python(), *self._quota()]
 
-    def _python(self) -> Iterator[Finding]:
+    def _python(self) -> Iterator[PrecheckFinding]:
         """What is seen from here of the interpreter on the compute nodes, which may differ there."""
         python = job_python(self.resolved.spec, self.cluster)
         if not os.access(python, os.X_OK):
             text = f"{python} is not on this machine; it has to be on the compute nodes"
-            yield Finding("python", text, refuse=False)
+            yield PrecheckFinding("python", text, refuse=False)
         elif python == sys.executable:
             for why in why_not_launchable_here(self.cluster):
-                yield Finding("python", f"{why} (if it is the same on the compute nodes)", refuse=False)
+                yield PrecheckFinding(
+                    "python", f"{why} (if it is the same on the compute nodes)", refuse=False
+                )
 
-    def _room(self) -> list[Finding]:
+    def _room(self) -> list[PrecheckFinding]:
         """Whether the files of the run, or of all elements, have room where they are written."""
         jobs = self.jobs()
         need = sum(
@@ -292,33 +297,36 @@ class PreparedSubmission:
         try:
             check_run_root(self.place, is_new=is_new, need_bytes=need, ranks=ranks, runs=len(jobs))
         except (UsageError, SiteError) as error:
-            return [Finding("", str(error))]
+            return [PrecheckFinding("", str(error))]
         return []
 
-    def _saves(self) -> list[Finding]:
+    def _saves(self) -> list[PrecheckFinding]:
         """What the file system of the run knows besides: its quotas, and the room on each of its servers."""
         spec = self.resolved.spec
-        held = len(saved_steps(self.resume.checkpoints)) if self.resume else 0
+        held = len(resumable_checkpoints(self.resume.checkpoints)) if self.resume else 0
         told = plan_save_storage_in_time(spec, self.jobs()[0].plan, self.place, held=held)
         if told is None:
             return []
         if told.refusal is not None:
-            return [Finding("", format_storage_refusal(self.place, told.refusal))]
+            return [PrecheckFinding("", format_storage_refusal(self.place, told.refusal))]
         is_known = told.kind not in ("lustre", "unknown")
         texts = [] if is_known else [one.text for one in told.findings if one.level == "warning"]
-        return [Finding("", f"saves in {self.place}: {text}", refuse=False) for text in texts]
+        return [PrecheckFinding("", f"saves in {self.place}: {text}", refuse=False) for text in texts]
 
-    def _quota(self) -> list[Finding]:
+    def _quota(self) -> list[PrecheckFinding]:
         """Limits that the profile's quota command shows as passed."""
-        words = [expand_place(word) for word in self.cluster.quota] if self.cluster else []
+        words = [expand_profile_path(word) for word in self.cluster.quota] if self.cluster else []
         if not words:
             return []
         try:
             printed = process.run(words, timeout_s=_QUOTA_S).stdout
         except SiteError as error:
-            return [Finding("", f"the quota is not known: {error}", refuse=False)]
+            return [PrecheckFinding("", f"the quota is not known: {error}", refuse=False)]
         text = "over the quota, so writing may fail: {} (`{}`)"
-        return [Finding("", text.format(line, " ".join(words)), refuse=False) for line in over_quota(printed)]
+        return [
+            PrecheckFinding("", text.format(line, " ".join(words)), refuse=False)
+            for line in exceeded_quota_lines(printed)
+        ]
 
 
 def load_job_profile(spec: JobSpec) -> ClusterSpec | None:
@@ -328,13 +336,13 @@ def load_job_profile(spec: JobSpec) -> ClusterSpec | None:
     return find_cluster(None if spec.cluster == "default" else spec.cluster)
 
 
-def _find_env_conflicts(spec: JobSpec, inputs: Inputs) -> Iterator[Finding]:
+def _find_env_conflicts(spec: JobSpec, inputs: SbatchInputs) -> Iterator[PrecheckFinding]:
     """What the caller's variables have said and other parts of the job contradict: it was sound before."""
-    for one in contradictions(spec) if inputs.resources else ():
+    for one in find_plan_problems(spec) if inputs.resources else ():
         by = inputs.by_key.get(one.key.removeprefix("resources."))
         names = [by] if by else list(inputs.sources)
         told = ", ".join(f"{name} is {inputs.sources[name]}" for name in names)
-        yield Finding(one.key, f"{one.text} ({told} in your environment)")
+        yield PrecheckFinding(one.key, f"{one.text} ({told} in your environment)")
 
 
 def query_live_cluster(slurm_cluster: str | None, note: NoteCallback) -> LiveCluster | None:
@@ -342,7 +350,7 @@ def query_live_cluster(slurm_cluster: str | None, note: NoteCallback) -> LiveClu
     if shutil.which("scontrol") is None:
         return None
     try:
-        return ask_cluster(slurm_cluster, _ASK_S)
+        return query_cluster(slurm_cluster, _ASK_S)
     except HpcrunError as error:
         note(f"not checked against Slurm: {error}")
         return None
@@ -350,12 +358,12 @@ def query_live_cluster(slurm_cluster: str | None, note: NoteCallback) -> LiveClu
 
 def check_job_fits_cluster(
     job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, place: Path
-) -> list[Finding]:
+) -> list[PrecheckFinding]:
     """Whether a job fits the cluster, and whether compute nodes see the place of its run."""
-    found = [*check_fit(job, cluster, live), *check_gpus(job, cluster, live)]
+    found = [*check_partition_fit(job, cluster, live), *check_gpus(job, cluster, live)]
     with suppress(OSError):
         mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
-        found += check_place(place, cluster, mounts)
+        found += check_run_root_visibility(place, cluster, mounts)
     return found
 
 
@@ -367,7 +375,7 @@ def without_uncounted_memory(
     note: NoteCallback,
 ) -> ScriptContext:
     """The context without --mem where the partition counts no memory, and would refuse any."""
-    if "mem" not in context.directives or counts_memory(job, cluster, live):
+    if "mem" not in context.directives or schedules_memory(job, cluster, live):
         return context
     note("resources.mem: left out: this partition counts no memory")
     directives = {name: value for name, value in context.directives.items() if name != "mem"}
@@ -397,15 +405,15 @@ def _load_job(request: SubmissionRequest, note: NoteCallback) -> ResolvedJob:
             raise UsageError(f"{run.id} is no sweep, so --only-failed does not apply; leave it out")
         prepared = prepare.prepare_job(None, request.overrides, resume=run, until="plan")
         return ResolvedJob(prepared.spec, prepared.plan)
-    resolved = load_job_of(sweep, request.overrides)
+    resolved = load_run_job(sweep, request.overrides)
     if [one.overrides for one in resolved.elements] != read_sweep(sweep):
         raise UsageError(f"{sweep.id}: the sweep's own keys cannot be changed; submit it as a new run")
     return resolved
 
 
-def _find_missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
+def _find_missing_inputs(jobs: Sequence[ResolvedJob]) -> list[PrecheckFinding]:
     """What is wrong with the data, the weights and the secrets, each told once."""
-    found = [Finding(one.key, one.text) for one in check_secret_files(jobs[0].spec.secrets)]
+    found = [PrecheckFinding(one.key, one.text) for one in check_secret_files(jobs[0].spec.secrets)]
     if jobs[0].spec.command is not None:
         return found
     seen = set()
@@ -418,27 +426,27 @@ def _find_missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
         try:
             prepare.check_job_inputs(job)
         except SpecError as error:
-            found += [Finding(one.key, one.text) for one in error.problems]
+            found += [PrecheckFinding(one.key, one.text) for one in error.problems]
     return found
 
 
-def _find_cluster_only_keys(spec: JobSpec) -> Iterator[Finding]:
+def _find_cluster_only_keys(spec: JobSpec) -> Iterator[PrecheckFinding]:
     """What only a cluster gives, of a job that would run here as a process in the background."""
     asked = spec.resources
     if asked.nodes > 1:
         text = f"{asked.nodes} nodes are asked for, but this would run on one machine, without Slurm; use 1"
-        yield Finding("resources.nodes", text)
+        yield PrecheckFinding("resources.nodes", text)
     if spec.container is not None:
         text = "this would run here, without Slurm, where no container is started; leave the section out"
-        yield Finding("container", f"{text} (container=null)")
+        yield PrecheckFinding("container", f"{text} (container=null)")
     if spec.modules:
-        yield Finding("modules", "not loaded, because this runs here without Slurm", refuse=False)
+        yield PrecheckFinding("modules", "not loaded, because this runs here without Slurm", refuse=False)
     if asked.gpus_per_node and not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
         text = f"{asked.gpus_per_node} are asked for, but this machine shows none"
-        yield Finding("resources.gpus_per_node", text, refuse=False)
+        yield PrecheckFinding("resources.gpus_per_node", text, refuse=False)
 
 
-def _find_missing_image(spec: JobSpec) -> list[Finding]:
+def _find_missing_image(spec: JobSpec) -> list[PrecheckFinding]:
     """An image that is named as a file and is not there; compute nodes may have it all the same."""
     image = spec.container.image if spec.container else ""
     is_file = image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))
@@ -446,55 +454,4 @@ def _find_missing_image(spec: JobSpec) -> list[Finding]:
     if not is_file or "://" in image or os.path.exists(image):  # noqa: PTH110
         return []
     text = f"{image} is not on this machine; it has to be on the compute nodes"
-    return [Finding("container.image", text, refuse=False)]
-
-
-def _dependencies(
-    request: SubmissionRequest, cluster: ClusterSpec | None, note: NoteCallback
-) -> tuple[list[str], tuple[RunDir, ...]]:
-    """What --dependency takes: the newest jobs of the runs that are waited for; and which must end well.
-
-    Slurm only waits until the jobs are over: how a run ended its record says, and the job looks at that when
-    it starts (launch.predecessors).
-    """
-    found, after = list[str](), list[RunDir]()
-    for runs in (request.after, request.after_any):
-        states = read_run_states(runs) if runs else []
-        for state in states:
-            jobs = _dependency_jobs(state, runs is request.after, note)
-            _check_same_cluster(state, cluster, jobs)
-            found += [job for job in jobs if job not in found]
-            after += [state.run] if jobs and runs is request.after else []
-    return [":".join(["afterany", *found])] if found else [], tuple(after)
-
-
-def _dependency_jobs(state: RunState, must_be_done: bool, note: NoteCallback) -> list[str]:
-    run = state.run
-    if state.is_over and (not must_be_done or state.state == "done"):
-        note(f"{run.id} has ended already ({state.state}); there is nothing to wait for")
-        return []
-    if state.is_over:
-        remedy = f"submit it again (--resume {run.id}) or use --after-any"
-        raise UsageError(f"--after {run.id}: it is {state.state}, so this would never start; {remedy}")
-    if run.sweep_of_element and state.job:
-        jobs = [state.job]
-    else:
-        record = read_provenance(run)
-        made = [one for one in record.submissions if one.job is not None] if record else []
-        jobs = [str(one.job) for one in made if one.time == made[-1].time]
-    if not jobs:
-        raise UsageError(f"{run.id}: was not submitted to Slurm, so no job can wait for it")
-    if must_be_done and state.state == "unknown":
-        remedy = "try again when it is, or use --after-any"
-        raise UsageError(f"--after {run.id}: how it stands is not known: {state.message}; {remedy}")
-    return jobs
-
-
-def _check_same_cluster(state: RunState, cluster: ClusterSpec | None, jobs: Sequence[str]) -> None:
-    """A job's number means another job on another cluster."""
-    own = cluster.slurm_cluster if cluster else None
-    if jobs and own and state.cluster and own != state.cluster:
-        raise UsageError(
-            f"--after {state.run.id}: it runs on cluster {state.cluster}, this is for {own}, and Slurm waits"
-            " for jobs of the same cluster only; submit both to one"
-        )
+    return [PrecheckFinding("container.image", text, refuse=False)]

@@ -18,26 +18,33 @@ from hpcrun import process
 from hpcrun.errors import SiteError, SpecError, SpecProblem, UsageError
 from hpcrun.files import read_regular
 from hpcrun.runs import run_lock
-from hpcrun.slurm.arrays import Chunk
-from hpcrun.slurm.contract import ArrayContext
+from hpcrun.slurm.arrays import ArrayChunk
 from hpcrun.slurm.ids import JobId
-from hpcrun.slurm.queue import Question, ask_jobs
-from hpcrun.slurm.sbatch import array_indices, log_pattern, script_text, submission_environment, take_back
+from hpcrun.slurm.queue import JobQuery, query_jobs
+from hpcrun.slurm.sbatch import (
+    cancel_submitted_job,
+    format_array_indices,
+    log_file_pattern,
+    render_submission_script,
+    submission_environment,
+)
+from hpcrun.slurm.script_context import ArrayContext
 from hpcrun.specs.cluster import render_cluster
 from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.predecessors import write_predecessors
 from hpcrun.specs.provenance import (
     Provenance,
-    Submission,
-    attempts_of,
+    SubmissionRecord,
+    count_attempts,
     read_provenance,
     write_provenance,
 )
-from hpcrun.specs.records import write_whole
+from hpcrun.specs.records import write_atomically
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep
-from hpcrun.submission.request import NoteCallback, PreparedSubmission, SubmissionRequest
-from hpcrun.tuning.job_settings import foresee
+from hpcrun.submission.dependencies import NoteCallback
+from hpcrun.submission.request import PreparedSubmission, SubmissionRequest
+from hpcrun.tuning.job_settings import preview_job_settings
 from hpcrun.units import parse_time
 
 _SLURM_TIMEOUT_S = 5.0
@@ -48,7 +55,7 @@ class SubmissionResult:
     """A run that was handed over: as one job or, for a sweep, as one or more arrays."""
 
     run: RunDir
-    submissions: tuple[Submission, ...]
+    submissions: tuple[SubmissionRecord, ...]
     cluster: str
     """The profile's name; `local` for a process of this machine; empty without a profile."""
 
@@ -92,7 +99,9 @@ def dry_run(
     dropped = submission_environment(os.environ, deny)[1]
     if dropped:
         detail(f"left out of the job's environment: {', '.join(dropped)}")
-    for one in () if job.is_local else foresee(job.resolved.spec, job.cluster, os.environ).everywhere:
+    for one in (
+        () if job.is_local else preview_job_settings(job.resolved.spec, job.cluster, os.environ).everywhere
+    ):
         detail(f"the ranks get {one}")
     findings = [(job.placed(one), one.refuse) for one in job.findings()]
     for problem, refuse in findings:
@@ -107,8 +116,8 @@ def dry_run(
     if chunks:
         first = chunks[0]
         indices = [element - first.offset for element in first.elements]
-        array = ArrayContext(indices=array_indices(indices, first.throttle), offset=first.offset)
-    text = script_text(job.library, job.template, job.context(run), run.submitit, array, note)
+        array = ArrayContext(indices=format_array_indices(indices, first.throttle), offset=first.offset)
+    text = render_submission_script(job.library, job.template, job.context(run), run.submitit, array, note)
     return DryRunResult(text, tuple(problem for problem, refuse in findings if refuse))
 
 
@@ -156,7 +165,7 @@ def _make_run_directory(job: PreparedSubmission) -> Iterator[RunDir]:
     SiteError where a file cannot be written, as on a full disk.
     """
     # Before anything is made: the root, too, would stay.
-    log_pattern(job.place)
+    log_file_pattern(job.place)
     run, elements = job.resume or create_run(job.resolved.spec.name, job.place), job.elements
     handed_over = False
     before: dict[Path, str] = {}
@@ -181,7 +190,7 @@ def _make_run_directory(job: PreparedSubmission) -> Iterator[RunDir]:
 def _restore_files(before: Mapping[Path, str], note: NoteCallback) -> None:
     for path, text in before.items():
         try:
-            write_whole(path, text)
+            write_atomically(path, text)
         except OSError as error:
             note(f"{path}: could not be put back as it was: {error.strerror}")
 
@@ -203,9 +212,9 @@ def _record_provenance(job: PreparedSubmission, run: RunDir) -> Provenance:
 
 def _write_run_files(job: PreparedSubmission, run: RunDir) -> None:
     run.submitit.mkdir(mode=0o700, exist_ok=True)
-    write_whole(run.spec, job.resolved.render())
+    write_atomically(run.spec, job.resolved.render())
     if job.cluster is not None:
-        write_whole(run.cluster, render_cluster(job.cluster))
+        write_atomically(run.cluster, render_cluster(job.cluster))
     else:
         run.cluster.unlink(missing_ok=True)
     write_predecessors(run, job.after, _count_attempts_before(job, run))
@@ -232,7 +241,7 @@ def _write_element_files(job: PreparedSubmission, run: RunDir) -> None:
 
 
 def _count_attempts_before(job: PreparedSubmission, run: RunDir) -> dict[str, int]:
-    return attempts_of(run, job.elements) if job.resume else {}
+    return count_attempts(run, job.elements) if job.resume else {}
 
 
 def _load_batch_task() -> Callable[[str], int]:
@@ -241,20 +250,20 @@ def _load_batch_task() -> Callable[[str], int]:
     return found
 
 
-def _start_locally(job: PreparedSubmission, run: RunDir, record: Provenance) -> Submission:
+def _start_locally(job: PreparedSubmission, run: RunDir, record: Provenance) -> SubmissionRecord:
     """Start the run in the background; it is ended again where that cannot be recorded."""
-    from hpcrun.slurm.executor import submit_local
+    from hpcrun.slurm.executor import submit_background
 
     # As for an array, so that an element is known by its newest submission.
-    elements = array_indices(job.elements) if job.elements else None
+    elements = format_array_indices(job.elements) if job.elements else None
     asked = job.resolved.spec.resources.time
     limit = parse_time(asked).minutes if asked else None
     if limit is not None:
         # The limit is an element's, and one process runs them all.
         limit *= max(1, len(job.elements))
     now, host, before = time.time(), os.uname().nodename, _count_attempts_before(job, run)
-    found = submit_local(run.submitit, _load_batch_task(), str(run.path), limit_min=limit)
-    made = Submission(
+    found = submit_background(run.submitit, _load_batch_task(), str(run.path), limit_min=limit)
+    made = SubmissionRecord(
         now, array=elements, host=host, pid=found.pid, start_ticks=found.start_ticks, attempts=before
     )
     is_recorded = False
@@ -271,13 +280,13 @@ def _start_locally(job: PreparedSubmission, run: RunDir, record: Provenance) -> 
 
 def _submit_to_slurm(
     job: PreparedSubmission, run: RunDir, record: Provenance, detail: NoteCallback
-) -> list[Submission]:
+) -> list[SubmissionRecord]:
     """Submit the job, or every array of the sweep; what was submitted is cancelled when the rest fails."""
     from hpcrun.slurm.executor import TemplateExecutor
 
-    now, made, cluster = time.time(), list[Submission](), job.cluster
+    now, made, cluster = time.time(), list[SubmissionRecord](), job.cluster
     begun = _count_attempts_before(job, run)
-    chunks: list[Chunk | None] = [*job.chunks()] or [None]
+    chunks: list[ArrayChunk | None] = [*job.chunks()] or [None]
     context = job.context(run)
     handed_over = False
     try:
@@ -305,10 +314,10 @@ def _submit_to_slurm(
                     throttle=chunk.throttle,
                 )
             offset = chunk.offset if chunk else 0
-            told = Submission(now, done.job.job, done.job.cluster, done.array, offset, attempts=begun)
+            told = SubmissionRecord(now, done.job.job, done.job.cluster, done.array, offset, attempts=begun)
             made.append(told)
             if len(made) == 1:
-                write_whole(run.script, done.script)
+                write_atomically(run.script, done.script)
             write_provenance(run, record.submitted(*made))
         handed_over = True
     except SiteError as error:
@@ -317,7 +326,7 @@ def _submit_to_slurm(
         if not handed_over:
             for one in made:
                 assert one.job is not None
-                take_back(JobId(one.job, cluster=one.cluster), job.note)
+                cancel_submitted_job(JobId(one.job, cluster=one.cluster), job.note)
     return made
 
 
@@ -330,12 +339,12 @@ def _sbatch_error(job: PreparedSubmission, text: str) -> SiteError:
     return SiteError(f"{text}{keys}{left}")
 
 
-def warn_of_unstartable_jobs(submissions: Sequence[Submission], note: NoteCallback) -> None:
+def warn_of_unstartable_jobs(submissions: Sequence[SubmissionRecord], note: NoteCallback) -> None:
     """Slurm takes some jobs that it can never start, and says so only in the queue."""
     first = submissions[0]
     assert first.job is not None
-    question = Question(first.job, cluster=first.cluster)
-    record = ask_jobs([question], _SLURM_TIMEOUT_S)[question].record
+    question = JobQuery(first.job, cluster=first.cluster)
+    record = query_jobs([question], _SLURM_TIMEOUT_S)[question].record
     reason = record.reason if record and record.state.phase == "pending" else None
     if reason is not None and reason.outlook in ("never", "held"):
         note(f"job {first.job} will not start by itself: {reason.words} (Slurm says {reason.code})")

@@ -19,7 +19,7 @@ from hpcrun.masking import Masker
 from hpcrun.runs.known_secrets import known_secrets
 from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.runs.timeline import is_valid_count
-from hpcrun.specs.records import LineReader, write_json
+from hpcrun.specs.records import JsonLineReader, write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.sidecar import load_sidecar_state, print_to_console, write_sidecar_log
 
@@ -103,7 +103,7 @@ class Hooks:
         told = load_sidecar_state(run, HOOKS_STATE)
         self._changes = _parse_state_changes(told.get("changes"))
         offset = told.get("events")
-        self._reader = LineReader(run.events, offset if is_valid_count(offset) else 0)
+        self._reader = JsonLineReader(run.events, offset if is_valid_count(offset) else 0)
         folder = Path(orders["directory"])
         self._hooks = [_HookProgram(one, folder if folder.is_dir() else run.path) for one in orders["hooks"]]
         self._pending: deque[tuple[dict[str, Any], list[Future[None]]]] = deque()

@@ -21,7 +21,7 @@ from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.runs.run_state import read_run_state
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.records import write_json, write_whole
+from hpcrun.specs.records import write_atomically, write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
 from hpcrun.telemetry.run_counters import RunCounters, RunCountersReader
@@ -143,7 +143,7 @@ class Exporter:
         labels = {"run_name": str(self._about["name"]), "job_id": str(self._about["slurm_job"])}
         targets = json.dumps([{"targets": [f"{host}:{bound}"], "labels": labels}], indent=2) + "\n"
         write_sidecar_log(f"http://{host}:{bound}/metrics")
-        write_whole(self._run.telemetry / "targets.json", targets, 0o644)
+        write_atomically(self._run.telemetry / "targets.json", targets, 0o644)
         if self._targets is not None:
             self._targets_text = targets
             self._write()

@@ -17,7 +17,7 @@ from hpcrun.runs.checkpoint_stats import CheckpointStats, parse_checkpoint_stats
 from hpcrun.runs.ledger import LEDGER_BUCKETS
 from hpcrun.runs.save_text import is_durable_save
 from hpcrun.runs.timeline import gap_bucket, is_valid_count, launch_job_id, metric_seconds
-from hpcrun.specs.records import LineReader
+from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import RunDir
 
 Record = Mapping[str, Any]
@@ -234,7 +234,7 @@ class RunCountersReader:
         offsets = [told.get(name) for name in ("events", "metrics")] if known else [0, 0]
         first, second = (one if is_valid_count(one) else 0 for one in offsets)
         self.tally = known if known else RunCounters()
-        self._events, self._metrics = LineReader(run.events, first), LineReader(run.metrics, second)
+        self._events, self._metrics = JsonLineReader(run.events, first), JsonLineReader(run.metrics, second)
 
     def read(self) -> RunCounters:
         """The tally with all that has been written until now."""

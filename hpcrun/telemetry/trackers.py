@@ -15,7 +15,7 @@ from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS
 from hpcrun.errors import HpcrunError
 from hpcrun.local_identity import expand_path
 from hpcrun.runs.timeline import is_valid_count
-from hpcrun.specs.records import LineReader, write_json
+from hpcrun.specs.records import JsonLineReader, write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.secrets import read_secrets
 from hpcrun.telemetry.prometheus_exporter import read_final_state
@@ -80,7 +80,7 @@ class ScalarReader:
 
     def __init__(self, run: RunDir, ranks: int, state: Mapping[str, Any]) -> None:
         offset, told = state.get("metrics"), state.get("steps")
-        self._reader = LineReader(run.metrics, offset if is_valid_count(offset) else 0)
+        self._reader = JsonLineReader(run.metrics, offset if is_valid_count(offset) else 0)
         known = told if isinstance(told, dict) else {}
         self._steps = {
             kind: known[kind] if is_valid_count(known.get(kind)) else -1 for kind in _PLOTTED_KINDS

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from hpcrun.fabric.ports import Port
+from hpcrun.fabric.ports import RdmaPort
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.host.node_report import Host
-from hpcrun.tuning.registry.device_names import parse_devices
-from hpcrun.tuning.registry.values import number
+from hpcrun.tuning.host.node_report import HostReport
+from hpcrun.tuning.registry.device_names import parse_device_list
+from hpcrun.tuning.registry.values import parse_c_integer
 
 
-def left_idle(host: Host, network: NetworkSpec) -> Iterator[Finding]:
+def find_unused_ports(host: HostReport, network: NetworkSpec) -> Iterator[Finding]:
     """Ports that NCCL_IB_HCA leaves out, of those that are as fast as the ones it takes."""
-    wanted = parse_devices(host.environ.get("NCCL_IB_HCA", ""))
+    wanted = parse_device_list(host.environ.get("NCCL_IB_HCA", ""))
     if not wanted.entries or wanted.excludes:
         return
     active = [port for port in host.ports if port.is_active]
@@ -31,9 +31,9 @@ def left_idle(host: Host, network: NetworkSpec) -> Iterator[Finding]:
         yield Finding("warning", "port", ", ".join(idle), text, remedy, "high" if network.hcas else "medium")
 
 
-def bonded(host: Host, used: Sequence[Port]) -> Iterator[Finding]:
+def find_single_queue_pair_bonds(host: HostReport, used: Sequence[RdmaPort]) -> Iterator[Finding]:
     """Ports of two links that a single queue pair a connection keeps to one of them."""
-    if (number(host.environ.get("NCCL_IB_QPS_PER_CONNECTION", "")) or 1) > 1:
+    if (parse_c_integer(host.environ.get("NCCL_IB_QPS_PER_CONNECTION", "")) or 1) > 1:
         return
     for port in used:
         if port.is_roce and any("bond" in name for name in (port.device, *port.interfaces)):
@@ -44,11 +44,11 @@ def bonded(host: Host, used: Sequence[Port]) -> Iterator[Finding]:
             yield Finding("warning", "port", port.name, text, remedy, "medium")
 
 
-def both_ports(host: Host, used: Sequence[Port]) -> Iterator[Finding]:
+def find_unused_second_ports(host: HostReport, used: Sequence[RdmaPort]) -> Iterator[Finding]:
     """Adapters with two ports of which NCCL keeps to the first when rails are not to cross."""
     if host.environ.get("NCCL_CROSS_NIC") != "0":
         return
-    entries = parse_devices(host.environ.get("NCCL_IB_HCA", "")).entries
+    entries = parse_device_list(host.environ.get("NCCL_IB_HCA", "")).entries
     by_port = {entry[0] for entry in entries if len(entry) > 1}
     ports: dict[str, list[str]] = {}
     for port in used:
@@ -61,14 +61,14 @@ def both_ports(host: Host, used: Sequence[Port]) -> Iterator[Finding]:
             yield Finding("warning", "rail", device, text, remedy, "medium")
 
 
-def elsewhere_routed(
-    environ: Mapping[str, str], network: NetworkSpec, used: Sequence[Port]
+def find_unused_adaptive_routing(
+    environ: Mapping[str, str], network: NetworkSpec, used: Sequence[RdmaPort]
 ) -> Iterator[Finding]:
     """InfiniBand whose adaptive routing lives on service levels that NCCL does not use."""
     levels = network.adaptive_routing_levels
-    if not levels or number(environ.get("NCCL_IB_ADAPTIVE_ROUTING", "")) == 0:
+    if not levels or parse_c_integer(environ.get("NCCL_IB_ADAPTIVE_ROUTING", "")) == 0:
         return
-    level = number(environ.get("NCCL_IB_SL", ""))
+    level = parse_c_integer(environ.get("NCCL_IB_SL", ""))
     level = (network.service_level or 0) if level is None or level < 0 else level
     names = [port.name for port in used if port.layer == "InfiniBand"]
     if names and level not in levels:
@@ -83,7 +83,9 @@ def elsewhere_routed(
         )
 
 
-def unmapped(host: Host, network: NetworkSpec, used: Sequence[Port]) -> Iterator[Finding]:
+def find_missing_topology_file(
+    host: HostReport, network: NetworkSpec, used: Sequence[RdmaPort]
+) -> Iterator[Finding]:
     """A virtual machine with GPUs and adapters, and nothing that says which of them are near each other."""
     told = network.nccl_topology or host.environ.get("NCCL_TOPO_FILE") or host.topology_file
     if host.is_virtual and host.inside.gpus and used and not told:

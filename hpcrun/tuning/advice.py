@@ -7,19 +7,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrun.slurm.precheck import expand_place
+from hpcrun.slurm.precheck import expand_profile_path
 from hpcrun.specs.cluster import ClusterSpec
-from hpcrun.specs.fields import given
-from hpcrun.specs.settings import Setting, Settings
-from hpcrun.tuning.fabrics import FabricKind, find_kind
-from hpcrun.tuning.host.doctor_report import ports_in
-from hpcrun.tuning.host.gids import AUTOMATIC_SINCE, family_that_works, fitting_index
-from hpcrun.tuning.lint.environment import Setting as Assigned
-from hpcrun.tuning.lint.lint import check_setting
-from hpcrun.tuning.lint.traffic_classes import agreement, decode
-from hpcrun.tuning.registry.device_names import render_names
-from hpcrun.tuning.registry.nccl_grammar import NEVER_FORCED, forces_ll128
-from hpcrun.tuning.registry.registry import Version, release_of, show_version
+from hpcrun.specs.fields import set_variables
+from hpcrun.specs.settings import CommSetting, CommSettings
+from hpcrun.tuning.fabrics import FabricKind, find_fabric_kind
+from hpcrun.tuning.host.doctor_report import ports_of_report
+from hpcrun.tuning.host.gids import AUTOMATIC_GID_SINCE, find_routable_family, find_routable_gid_index
+from hpcrun.tuning.lint.environment import VariableAssignment as Assigned
+from hpcrun.tuning.lint.lint import check_assignment
+from hpcrun.tuning.lint.traffic_classes import check_class_agreement, decode_traffic_class
+from hpcrun.tuning.registry.device_names import render_exact_names
+from hpcrun.tuning.registry.nccl_grammar import FORCED_LL128_DANGER, forces_ll128
+from hpcrun.tuning.registry.registry import Version, format_version, required_nccl_release
 
 _FAMILY_SINCE, _RANGE_SINCE, _TOPOLOGY_SINCE = "NCCL 2.21", "NCCL 2.21", "NCCL 2.6"
 _OF_VERBS = ("NCCL_IB_", "UCX_IB_", "UCX_NET_DEVICES")
@@ -34,7 +34,7 @@ _FAMILIES = {"ipv4": "AF_INET", "ipv6": "AF_INET6"}
 
 
 @dataclass(frozen=True)
-class Situation:
+class AdviceContext:
     """A job on a cluster, as far as it matters to its traffic."""
 
     cluster: ClusterSpec | None
@@ -45,69 +45,77 @@ class Situation:
     nccl: Version | None = None
     interfaces: tuple[str, ...] | None = None
     """Those of this host, where it is one of the job's nodes."""
-    measured: tuple[Setting, ...] = ()
+    measured: tuple[CommSetting, ...] = ()
     """Tuning that the measured policy supports for such a job: the figures as reason, its row as source.
 
     Those of one source were measured together: all of them are set, or none.
     Nothing else may set a variable that is no fact of the system; what is refused here, a note tells."""
 
 
-def advise(situation: Situation) -> Settings:
+def advise_settings(situation: AdviceContext) -> CommSettings:
     """System facts, from the profile, the kind of fabric and the nodes; UsageError for no such fabric.
 
     Tuning comes from measurements alone: nothing is set because others have set it.
     """
-    found = _facts(situation)
-    tuning, refused = _tuning(situation, {one.name for one in found.all()})
+    found = _system_facts(situation)
+    tuning, refused = _split_measured(situation, {one.name for one in found.all()})
     measured = {one.name for one in tuning}
     notes = (
         one
         for one in found.notes
         if one.partition(" is not set: ")[0] not in measured and not (tuning and one == _NOTHING)
     )
-    return Settings((*found.everywhere, *tuning), found.by_node, (), (*notes, *refused))
+    return CommSettings((*found.everywhere, *tuning), found.by_node, (), (*notes, *refused))
 
 
-def _facts(situation: Situation) -> Settings:
+def _system_facts(situation: AdviceContext) -> CommSettings:
     cluster = situation.cluster
     if cluster is None:
-        return Settings(notes=("there is no profile of the cluster, so nothing is known to be set",))
+        return CommSettings(notes=("there is no profile of the cluster, so nothing is known to be set",))
     if situation.nodes == 1:
-        return Settings(notes=("one node: no traffic between nodes, so nothing is set for it",))
+        return CommSettings(notes=("one node: no traffic between nodes, so nothing is set for it",))
     network = cluster.network
-    kind = _kind(cluster)
+    kind = _fabric_kind(cluster)
     notes: list[str] = []
-    if network.interface and not _has(situation, network.interface):
+    if network.interface and not _has_interface(situation, network.interface):
         notes.append(f"network.interface of the profile, {network.interface}, is not on this node; left out")
     if kind is not None and kind.has_script:
-        return Settings(tuple(_interface(situation)), {}, (), (*notes, *kind.notes, *_unmeasured(kind)))
+        return CommSettings(
+            tuple(_advise_interface(situation)), {}, (), (*notes, *kind.notes, *_unmeasured(kind))
+        )
     found = (
-        *_interface(situation),
-        *_devices(cluster, network.hcas, "profile: network.hcas"),
-        *_classes(cluster, kind),
-        *_family(situation),
-        *_of_kind(kind),
+        *_advise_interface(situation),
+        *_advise_devices(cluster, network.hcas, "profile: network.hcas"),
+        *_advise_traffic_classes(cluster, kind),
+        *_advise_address_family(situation),
+        *_advise_fabric_facts(kind),
     )
-    everywhere, late = _in_version(found, situation.nccl)
-    everywhere, idle = _that_work(everywhere, kind)
-    by_node, told = _by_node(situation)
-    by_node = {node: tuple(_that_work(of, kind)[0]) for node, of in by_node.items()}
+    everywhere, late = _split_by_version(found, situation.nccl)
+    everywhere, idle = _split_by_effect(everywhere, kind)
+    by_node, told = _advise_per_node(situation)
+    by_node = {node: tuple(_split_by_effect(of, kind)[0]) for node, of in by_node.items()}
     by_node = {node: of for node, of in by_node.items() if of}
-    notes += [*late, *idle, *told, *_disagreement(cluster, everywhere), *(kind.notes if kind else ())]
+    notes += [
+        *late,
+        *idle,
+        *told,
+        *_class_disagreement_notes(cluster, everywhere),
+        *(kind.notes if kind else ()),
+    ]
     if not everywhere and not by_node:
         notes.insert(0, _NOTHING)
-    return Settings(tuple(everywhere), by_node, (), tuple(dict.fromkeys([*notes, *_unmeasured(kind)])))
+    return CommSettings(tuple(everywhere), by_node, (), tuple(dict.fromkeys([*notes, *_unmeasured(kind)])))
 
 
-def _kind(cluster: ClusterSpec) -> FabricKind | None:
+def _fabric_kind(cluster: ClusterSpec) -> FabricKind | None:
     named = cluster.network.fabric
-    return find_kind(named, f"profile {cluster.name}: network.fabric") if named else None
+    return find_fabric_kind(named, f"profile {cluster.name}: network.fabric") if named else None
 
 
-def _tuning(situation: Situation, facts: Collection[str]) -> tuple[list[Setting], list[str]]:
+def _split_measured(situation: AdviceContext, facts: Collection[str]) -> tuple[list[CommSetting], list[str]]:
     """What is measured and may be set; and what may not, with the reason."""
-    kind = _kind(situation.cluster) if situation.cluster else None
-    kept, notes = _in_version(situation.measured, situation.nccl)
+    kind = _fabric_kind(situation.cluster) if situation.cluster else None
+    kept, notes = _split_by_version(situation.measured, situation.nccl)
     allowed, lost = [], {one.source: one.name for one in situation.measured if one not in kept}
     for one in kept:
         if kind is not None and kind.has_script:
@@ -117,7 +125,7 @@ def _tuning(situation: Situation, facts: Collection[str]) -> tuple[list[Setting]
         elif not (one.reason and one.source):
             why = "it names no sweep and no figures"
         else:
-            why = _wrong(one, situation.nccl)
+            why = _objection(one, situation.nccl)
         if why:
             notes.append(f"{one.name}={one.value}, measured, is left out: {why}")
             lost[one.source] = one.name
@@ -130,15 +138,17 @@ def _tuning(situation: Situation, facts: Collection[str]) -> tuple[list[Setting]
     return [one for one in allowed if one.source not in lost], notes
 
 
-def _wrong(one: Setting, nccl: Version | None) -> str:
+def _objection(one: CommSetting, nccl: Version | None) -> str:
     """What speaks against a value; empty: nothing."""
     if forces_ll128(one.name, one.value, nccl):
-        return NEVER_FORCED
-    found = check_setting(Assigned(one.name, one.value, "measured", one.source), nccl)
+        return FORCED_LL128_DANGER
+    found = check_assignment(Assigned(one.name, one.value, "measured", one.source), nccl)
     return "; ".join(fault.text for fault in found if fault.level == "error")
 
 
-def _that_work(settings: Sequence[Setting], kind: FabricKind | None) -> tuple[list[Setting], list[str]]:
+def _split_by_effect(
+    settings: Sequence[CommSetting], kind: FabricKind | None
+) -> tuple[list[CommSetting], list[str]]:
     """Those that anybody reads on such a fabric; the others are told."""
     starts = _UNREAD.get(kind.transport, ()) if kind else ()
     idle = [one for one in settings if one.name.startswith(starts)]
@@ -150,65 +160,70 @@ def _that_work(settings: Sequence[Setting], kind: FabricKind | None) -> tuple[li
     return [one for one in settings if one not in idle], notes
 
 
-def _has(situation: Situation, interface: str) -> bool:
+def _has_interface(situation: AdviceContext, interface: str) -> bool:
     """Whether an interface may be named: libraries give up where it is missing."""
     return situation.interfaces is None or interface in situation.interfaces
 
 
-def _interface(situation: Situation) -> Iterator[Setting]:
+def _advise_interface(situation: AdviceContext) -> Iterator[CommSetting]:
     assert situation.cluster is not None
     name, source = situation.cluster.network.interface, "profile: network.interface"
-    if name is None or not _has(situation, name):
+    if name is None or not _has_interface(situation, name):
         return
     reason = "the interface between nodes; `=` so that no longer name is taken too"
-    yield Setting("NCCL_SOCKET_IFNAME", render_names([name]), reason, source)
-    yield Setting("GLOO_SOCKET_IFNAME", name, "the same for gloo", source)
+    yield CommSetting("NCCL_SOCKET_IFNAME", render_exact_names([name]), reason, source)
+    yield CommSetting("GLOO_SOCKET_IFNAME", name, "the same for gloo", source)
     if situation.cluster.mpi.library == "openmpi":
-        yield Setting("OMPI_MCA_btl_tcp_if_include", name, "the same for Open MPI's TCP", source)
+        yield CommSetting("OMPI_MCA_btl_tcp_if_include", name, "the same for Open MPI's TCP", source)
 
 
-def _devices(
+def _advise_devices(
     cluster: ClusterSpec, hcas: Sequence[str], source: str, why: str = "the adapters for jobs"
-) -> Iterator[Setting]:
+) -> Iterator[CommSetting]:
     if hcas:
         reason = f"{why}; `=` so that mlx5_1 does not take mlx5_10"
-        yield Setting("NCCL_IB_HCA", render_names(hcas), reason, source)
+        yield CommSetting("NCCL_IB_HCA", render_exact_names(hcas), reason, source)
         if cluster.mpi.library == "openmpi":
             names = ",".join(f"{hca}:1" for hca in hcas)
-            yield Setting("UCX_NET_DEVICES", names, "the same adapters for MPI over UCX", source)
+            yield CommSetting("UCX_NET_DEVICES", names, "the same adapters for MPI over UCX", source)
 
 
-def _classes(cluster: ClusterSpec, kind: FabricKind | None) -> Iterator[Setting]:
+def _advise_traffic_classes(cluster: ClusterSpec, kind: FabricKind | None) -> Iterator[CommSetting]:
     network, transport = cluster.network, kind.transport if kind else ""
     tc, source = network.traffic_class, "profile: network.traffic_class"
     if tc is None and kind is not None and transport == "roce":
         tc, source = kind.traffic_class, f"fabric {kind.name}: {kind.source}"
     if tc is not None:
-        reason = f"{decode(tc)}: the class that switches keep lossless; NCCL would take 0, best effort"
-        yield Setting("NCCL_IB_TC", str(tc), reason, source)
+        reason = (
+            f"{decode_traffic_class(tc)}: the class that switches keep lossless; NCCL would take 0,"
+            " best effort"
+        )
+        yield CommSetting("NCCL_IB_TC", str(tc), reason, source)
         if cluster.mpi.library == "openmpi":
-            yield Setting("UCX_IB_TRAFFIC_CLASS", str(tc), "the same class for MPI over UCX", source)
+            yield CommSetting("UCX_IB_TRAFFIC_CLASS", str(tc), "the same class for MPI over UCX", source)
     level, source = network.service_level, "profile: network.service_level"
     if level is None and kind is not None and kind.service_level is not None:
         level, source = kind.service_level, f"fabric {kind.name}: {kind.source}"
     if level is not None:
-        yield Setting("NCCL_IB_SL", str(level), "the service level that the site routes jobs on", source)
+        yield CommSetting("NCCL_IB_SL", str(level), "the service level that the site routes jobs on", source)
         if cluster.mpi.library == "openmpi":
-            yield Setting("UCX_IB_SL", str(level), "the same for MPI over UCX", source)
+            yield CommSetting("UCX_IB_SL", str(level), "the same for MPI over UCX", source)
 
 
-def _family(situation: Situation) -> Iterator[Setting]:
+def _advise_address_family(situation: AdviceContext) -> Iterator[CommSetting]:
     assert situation.cluster is not None
     network = situation.cluster.network
     if network.address_family is not None:
         reason = "the adapters' addresses are of this family; NCCL finds the index of one by itself"
         value = _FAMILIES[network.address_family]
-        yield Setting("NCCL_IB_ADDR_FAMILY", value, reason, "profile: network.address_family", _FAMILY_SINCE)
+        yield CommSetting(
+            "NCCL_IB_ADDR_FAMILY", value, reason, "profile: network.address_family", _FAMILY_SINCE
+        )
     else:
         yield from _family_of_nodes(situation)
     if network.address_range is not None:
         reason = "adapters have addresses in several networks, and this is the one between nodes"
-        yield Setting(
+        yield CommSetting(
             "NCCL_IB_ADDR_RANGE",
             network.address_range,
             reason,
@@ -217,56 +232,56 @@ def _family(situation: Situation) -> Iterator[Setting]:
         )
     if network.nccl_topology is not None:
         reason = "virtual machines hide which adapter is near which GPU; this file says it"
-        yield Setting(
+        yield CommSetting(
             "NCCL_TOPO_FILE",
-            expand_place(network.nccl_topology),
+            expand_profile_path(network.nccl_topology),
             reason,
             "profile: network.nccl_topology",
             _TOPOLOGY_SINCE,
         )
 
 
-def _family_of_nodes(situation: Situation) -> Iterator[Setting]:
+def _family_of_nodes(situation: AdviceContext) -> Iterator[CommSetting]:
     """IPv6, where that alone gives every adapter of every node an address that can be routed."""
     ports = [port for node in situation.reports for port in _used_ports(situation, node)]
-    if family_that_works(ports) == "AF_INET6":
+    if find_routable_family(ports) == "AF_INET6":
         reason = "the adapters have IPv6 addresses only; by itself NCCL would take a link-local one"
-        yield Setting(
+        yield CommSetting(
             "NCCL_IB_ADDR_FAMILY", "AF_INET6", reason, "doctor's reports of the nodes", _FAMILY_SINCE
         )
 
 
-def _of_kind(kind: FabricKind | None) -> Iterator[Setting]:
+def _advise_fabric_facts(kind: FabricKind | None) -> Iterator[CommSetting]:
     for one in kind.settings if kind else ():
-        yield Setting(
+        yield CommSetting(
             one.name, one.value, one.reason, f"fabric {kind.name}: {kind.source}" if kind else "", one.needs
         )
 
 
-def _used_ports(situation: Situation, node: str) -> list[Any]:
+def _used_ports(situation: AdviceContext, node: str) -> list[Any]:
     hcas = situation.cluster.network.hcas if situation.cluster else []
     return [
         port
-        for port in ports_in(situation.reports[node])
+        for port in ports_of_report(situation.reports[node])
         if (port.device in hcas if hcas else True) and port.is_active
     ]
 
 
-def _by_node(situation: Situation) -> tuple[dict[str, tuple[Setting, ...]], list[str]]:
+def _advise_per_node(situation: AdviceContext) -> tuple[dict[str, tuple[CommSetting, ...]], list[str]]:
     """Values that hold on one node alone, by its report; and what was seen there."""
     assert situation.cluster is not None
     hcas = situation.cluster.network.hcas
-    found: dict[str, tuple[Setting, ...]] = {}
+    found: dict[str, tuple[CommSetting, ...]] = {}
     notes: list[str] = []
     for node, report in situation.reports.items():
-        settings: list[Setting] = []
-        ports = ports_in(report)
+        settings: list[CommSetting] = []
+        ports = ports_of_report(report)
         good = [hca for hca in hcas if any(one.device == hca and one.is_active is not False for one in ports)]
         if ports and hcas and good != hcas:
             lacking = ", ".join(hca for hca in hcas if hca not in good)
             if good:
                 why = f"without {lacking}, missing or down here"
-                settings += _devices(situation.cluster, good, _source(report), why)
+                settings += _advise_devices(situation.cluster, good, _report_source(report), why)
             notes.append(
                 f"{node}: {lacking} is missing or down{'' if good else '; none of the devices is left'}"
             )
@@ -276,53 +291,57 @@ def _by_node(situation: Situation) -> tuple[dict[str, tuple[Setting, ...]], list
     return found, notes
 
 
-def _source(report: Mapping[str, Any]) -> str:
+def _report_source(report: Mapping[str, Any]) -> str:
     """A report with its day: what it tells may have been mended since."""
     told = report.get("time")
     day = time.strftime("%Y-%m-%d", time.localtime(told)) if isinstance(told, int | float) else "unknown date"
     return f"doctor's report of the node, {day}"
 
 
-def _gid_index(situation: Situation, node: str, notes: list[str]) -> list[Setting]:
+def _gid_index(situation: AdviceContext, node: str, notes: list[str]) -> list[CommSetting]:
     """For an old NCCL, which else takes index 0; only where one index is right at every adapter."""
-    if situation.nccl is None or situation.nccl >= AUTOMATIC_SINCE:
+    if situation.nccl is None or situation.nccl >= AUTOMATIC_GID_SINCE:
         return []
     assert situation.cluster is not None
     network = situation.cluster.network
     ports = [port for port in _used_ports(situation, node) if port.is_roce]
     family = "AF_INET6" if network.address_family == "ipv6" else "AF_INET"
-    indices = {fitting_index(port, family, network.address_range or "") for port in ports}  # type: ignore[arg-type]
+    indices = {find_routable_gid_index(port, family, network.address_range or "") for port in ports}  # type: ignore[arg-type]
     if len(indices) == 1 and None not in indices:
         reason = "this NCCL takes index 0 by itself, which is link-local; this is the RoCE v2 address"
-        source = _source(situation.reports[node])
-        return [Setting("NCCL_IB_GID_INDEX", str(indices.pop()), reason, source)]
+        source = _report_source(situation.reports[node])
+        return [CommSetting("NCCL_IB_GID_INDEX", str(indices.pop()), reason, source)]
     if ports:
         notes.append(f"{node}: which GID index is right is not certain; NCCL 2.21 finds it by itself")
     return []
 
 
-def _in_version(settings: Sequence[Setting], nccl: Version | None) -> tuple[list[Setting], list[str]]:
+def _split_by_version(
+    settings: Sequence[CommSetting], nccl: Version | None
+) -> tuple[list[CommSetting], list[str]]:
     """Those that this NCCL reads; the others are told."""
     kept, notes = [], []
     for one in settings:
-        needs = release_of(one)
+        needs = required_nccl_release(one)
         if nccl is not None and needs is not None and nccl < needs:
-            notes.append(f"{one.name} is left out: it needs {one.needs}, this is {show_version(nccl)}")
+            notes.append(f"{one.name} is left out: it needs {one.needs}, this is {format_version(nccl)}")
         else:
             kept.append(one)
     return kept, notes
 
 
-def _disagreement(cluster: ClusterSpec, settings: Sequence[Setting]) -> list[str]:
+def _class_disagreement_notes(cluster: ClusterSpec, settings: Sequence[CommSetting]) -> list[str]:
     """Whether what is set, with the profile's own env, leaves NCCL and MPI in two classes."""
-    of_site = given(cluster.env)
+    of_site = set_variables(cluster.env)
     environ = {one.name: one.value for one in settings} | of_site
     if "NCCL_IB_TC" in of_site and any(one.name == "UCX_IB_TRAFFIC_CLASS" for one in settings):
         # MPI goes along with it where only NCCL's is set.
         environ |= {"UCX_IB_TRAFFIC_CLASS": of_site["NCCL_IB_TC"]} | of_site
     if not any(name in environ for name in ("NCCL_IB_TC", "UCX_IB_TRAFFIC_CLASS")):
         return []
-    found = agreement(environ, f"profile {cluster.name}", uses_ucx=cluster.mpi.library == "openmpi")
+    found = check_class_agreement(
+        environ, f"profile {cluster.name}", uses_ucx=cluster.mpi.library == "openmpi"
+    )
     return [str(one) for one in found]
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.yaml import load_document
-from hpcrun.tuning.lint.traffic_classes import TrafficClass, decode, encode
+from hpcrun.specs.yaml import load_yaml
+from hpcrun.tuning.lint.traffic_classes import TrafficClass, decode_traffic_class, encode_traffic_class
 
 _FILE = Path(__file__).with_name("fabrics.yaml")
-TOPICS = {
+CHECKLIST_TOPICS = {
     "pfc": "PFC: the class that must not lose packets",
     "ecn": "ECN: where switches mark (Kmin, Kmax, Pmax)",
     "cnp": "CNP: the answers to marks",
@@ -48,7 +48,7 @@ class SystemFact:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedTuning:
     """Tuning that somebody publishes for a fabric; nobody has measured it here."""
 
     name: str
@@ -74,7 +74,7 @@ class FabricKind:
     host: str = ""
     """Whose adapters the host's part of the checklist is for."""
     settings: tuple[SystemFact, ...] = ()
-    published: tuple[Published, ...] = ()
+    published: tuple[PublishedTuning, ...] = ()
     notes: tuple[str, ...] = ()
     switch: Mapping[str, str] | None = None
     has_script: bool = False
@@ -82,43 +82,44 @@ class FabricKind:
 
 
 @cache
-def kinds() -> dict[str, FabricKind]:
+def load_fabric_kinds() -> dict[str, FabricKind]:
     """Every kind, by name."""
-    return {name: _read(name, values) for name, values in load_document(_FILE).values.items()}
+    return {name: _parse_fabric_kind(name, values) for name, values in load_yaml(_FILE).values.items()}
 
 
-def find_kind(name: str, where: str = "") -> FabricKind:
+def find_fabric_kind(name: str, where: str = "") -> FabricKind:
     """A kind by its name; UsageError lists what there is."""
-    found = kinds().get(name)
+    found = load_fabric_kinds().get(name)
     if found is None:
-        close = difflib.get_close_matches(name, kinds(), n=1)
+        close = difflib.get_close_matches(name, load_fabric_kinds(), n=1)
         near = f"; did you mean {close[0]}?" if close else ""
         raise UsageError(
-            f"{where + ': ' if where else ''}{name}: no such fabric{near}; there are {', '.join(kinds())}"
+            f"{where + ': ' if where else ''}{name}: no such fabric{near}; there are"
+            f" {', '.join(load_fabric_kinds())}"
         )
     return found
 
 
-def _read(name: str, values: Mapping[str, Any]) -> FabricKind:
+def _parse_fabric_kind(name: str, values: Mapping[str, Any]) -> FabricKind:
     rest = {key: value for key, value in values.items() if key not in ("settings", "published", "notes")}
     return FabricKind(
         name=name,
         settings=tuple(SystemFact(**one) for one in values.get("settings", ())),
-        published=tuple(Published(**one) for one in values.get("published", ())),
+        published=tuple(PublishedTuning(**one) for one in values.get("published", ())),
         notes=tuple(values.get("notes", ())),
         has_script=bool(rest.pop("source_script", False)),
         **rest,
     )
 
 
-def render_checklist(kind: FabricKind) -> str:
+def render_fabric_checklist(kind: FabricKind) -> str:
     """What an admin goes through, switches first; a text to review, never applied."""
     lines = [
         f"# {kind.title}: a checklist to review; nothing of it is applied",
         f"# source: {kind.source}; figures and commands differ by release: check them against yours",
     ]
     if kind.data:
-        tc = class_of(kind)
+        tc = data_traffic_class(kind)
         lines += ["", "classes"]
         lines.append(
             f"  data  {tc if tc else 'unknown'}" + (f"  -> priority {kind.data['priority']}" if tc else "")
@@ -127,7 +128,7 @@ def render_checklist(kind: FabricKind) -> str:
             lines.append(f"  CNP   DSCP {kind.cnp['dscp']} -> priority {kind.cnp['priority']}, strict")
     if kind.switch:
         lines += ["", "switches"]
-        lines += [f"  [ ] {TOPICS[topic]}\n      {text}" for topic, text in kind.switch.items()]
+        lines += [f"  [ ] {CHECKLIST_TOPICS[topic]}\n      {text}" for topic, text in kind.switch.items()]
     if kind.transport == "roce":
         lines += ["", "hosts", *_host_lines(kind)]
     if kind.notes:
@@ -145,11 +146,11 @@ _READING = [
 ]
 
 
-def class_of(kind: FabricKind) -> TrafficClass | None:
+def data_traffic_class(kind: FabricKind) -> TrafficClass | None:
     """The traffic class of its data."""
     if kind.traffic_class is not None:
-        return decode(kind.traffic_class)
-    return encode(kind.data["dscp"]) if kind.data else None
+        return decode_traffic_class(kind.traffic_class)
+    return encode_traffic_class(kind.data["dscp"]) if kind.data else None
 
 
 def _host_lines(kind: FabricKind) -> list[str]:
@@ -163,7 +164,7 @@ def _host_lines(kind: FabricKind) -> list[str]:
     if not kind.host or not kind.data or not kind.cnp:
         return [*lines, "  [ ] the rest is the cloud's own"]
     priority = kind.data["priority"]
-    tc = class_of(kind)
+    tc = data_traffic_class(kind)
     proposal = _HOST[kind.host].format(
         pfc=",".join(str(int(at == priority)) for at in range(8)),
         tc=tc.tc if tc else "",

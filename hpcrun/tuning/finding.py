@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from hpcrun.errors import UsageError
 
-Level = Literal["fault", "warning", "note", "unknown"]
-Confidence = Literal["high", "medium", "low"]
-LEVELS: tuple[Level, ...] = ("fault", "warning", "note", "unknown")
+FindingLevel = Literal["fault", "warning", "note", "unknown"]
+FindingConfidence = Literal["high", "medium", "low"]
+FINDING_LEVELS: tuple[FindingLevel, ...] = ("fault", "warning", "note", "unknown")
 """Worst first; `unknown` is what could not be looked at."""
 
 
@@ -18,14 +18,14 @@ LEVELS: tuple[Level, ...] = ("fault", "warning", "note", "unknown")
 class Finding:
     """One of them; prints, dumps to JSON and reads back."""
 
-    level: Level
+    level: FindingLevel
     check: str
     """What was looked at, such as pci, gid, limits."""
     subject: str
     """The thing itself: a port, an interface, a node."""
     text: str
     remedy: str = ""
-    confidence: Confidence = "high"
+    confidence: FindingConfidence = "high"
 
     def __str__(self) -> str:
         sure = "" if self.confidence == "high" else f" ({self.confidence} confidence)"
@@ -36,17 +36,17 @@ class Finding:
         return asdict(self)
 
 
-def read_finding(values: Mapping[str, Any]) -> Finding:
+def parse_finding(values: Mapping[str, Any]) -> Finding:
     """A finding from as_json's values; UsageError for anything else."""
     try:
         found = Finding(**{str(key): str(value) for key, value in values.items()})  # type: ignore[arg-type]
     except (TypeError, AttributeError):
         raise UsageError(f"{values!r}: is no finding") from None
-    if found.level not in LEVELS:
-        raise UsageError(f"{found.level!r}: is no level of a finding; there are {', '.join(LEVELS)}")
+    if found.level not in FINDING_LEVELS:
+        raise UsageError(f"{found.level!r}: is no level of a finding; there are {', '.join(FINDING_LEVELS)}")
     return found
 
 
-def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def sort_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """In the order of their level, those of one level as they came."""
-    return tuple(sorted(findings, key=lambda one: LEVELS.index(one.level)))
+    return tuple(sorted(findings, key=lambda one: FINDING_LEVELS.index(one.level)))

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-Level = Literal["error", "warning", "note"]
+IssueLevel = Literal["error", "warning", "note"]
 _MOST_SHOWN = 60
 _CLOSE = 0.75
 _FEWEST_LETTERS = 3
 
 
-class Fault(NamedTuple):
+class ValueIssue(NamedTuple):
     """Something about one value, before it is known where that value was set."""
 
-    level: Level
+    level: IssueLevel
     text: str
     instead: str | None = None
     """The whole value that the remedy in the text amounts to."""
@@ -24,22 +24,22 @@ class Fault(NamedTuple):
     """The text without that remedy, for where it would only make another fault."""
 
 
-def error(text: str, remedy: str = "", instead: str | None = None) -> Fault:
+def make_error(text: str, remedy: str = "", instead: str | None = None) -> ValueIssue:
     """It does not do what it says, or breaks the job."""
-    return Fault("error", text + remedy, instead, text)
+    return ValueIssue("error", text + remedy, instead, text)
 
 
-def warning(text: str, remedy: str = "", instead: str | None = None) -> Fault:
+def make_warning(text: str, remedy: str = "", instead: str | None = None) -> ValueIssue:
     """It may cost speed or correctness."""
-    return Fault("warning", text + remedy, instead, text)
+    return ValueIssue("warning", text + remedy, instead, text)
 
 
-def note(text: str, remedy: str = "", instead: str | None = None) -> Fault:
+def make_note(text: str, remedy: str = "", instead: str | None = None) -> ValueIssue:
     """Worth knowing."""
-    return Fault("note", text + remedy, instead, text)
+    return ValueIssue("note", text + remedy, instead, text)
 
 
-def closest(word: str, allowed: Sequence[str]) -> str | None:
+def closest_word(word: str, allowed: Sequence[str]) -> str | None:
     """The one of these that was surely meant: a slip of the pen, or a word cut short or drawn out."""
     by_upper = {one.upper(): one for one in allowed}
     close = difflib.get_close_matches(word.upper(), by_upper, n=1, cutoff=_CLOSE)
@@ -49,22 +49,22 @@ def closest(word: str, allowed: Sequence[str]) -> str | None:
     return by_upper[longer[0]] if len(longer) == 1 and len(word) >= _FEWEST_LETTERS else None
 
 
-def plain(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Text that any terminal takes, on one line; what cannot be printed is escaped."""
     return text if text.isprintable() else ascii(text)[1:-1]
 
 
-def show(value: str) -> str:
+def quote_value(value: str) -> str:
     """A value as a message quotes it: on one line, and short."""
-    text = plain(value)
+    text = escape_unprintable(value)
     return f"'{text if len(text) <= _MOST_SHOWN else f'{text[:_MOST_SHOWN]}…'}'"
 
 
 @dataclass(frozen=True)
-class Complaint:
+class LintIssue:
     """One line of lint's report: a fault with the variable that has it, and where that was set."""
 
-    level: Level
+    level: IssueLevel
     name: str
     """The variable; empty where it is about none."""
     text: str

@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.precheck import expand_place
+from hpcrun.slurm.precheck import expand_profile_path
 from hpcrun.slurm.sbatch import submission_environment
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import read_json
-from hpcrun.specs.settings import Setting, Settings
-from hpcrun.tuning.advice import Situation, advise
-from hpcrun.tuning.host.doctor_report import read_reports
-from hpcrun.tuning.lint.demands import is_demanded
-from hpcrun.tuning.lint.environment import Setting as Assigned
-from hpcrun.tuning.lint.environment import effective, resolve
-from hpcrun.tuning.lint.script_exports import parse_script
-from hpcrun.tuning.policy.policy import Demand, choose, load_policy
+from hpcrun.specs.settings import CommSetting, CommSettings
+from hpcrun.tuning.advice import AdviceContext, advise_settings
+from hpcrun.tuning.host.doctor_report import parse_doctor_reports
+from hpcrun.tuning.lint.demands import is_demanded_by_platform
+from hpcrun.tuning.lint.environment import VariableAssignment as Assigned
+from hpcrun.tuning.lint.environment import effective_assignments, resolve_layers
+from hpcrun.tuning.lint.script_exports import parse_script_exports
+from hpcrun.tuning.policy.policy import PolicyRequest, choose_measured_settings, load_policy
 from hpcrun.tuning.registry.nccl_grammar import forces_ll128
-from hpcrun.tuning.registry.nccl_library import library_of_job
+from hpcrun.tuning.registry.nccl_library import find_job_nccl_library
 from hpcrun.tuning.registry.registry import Version
 
-_LEADS = {"UCX_IB_TRAFFIC_CLASS": "NCCL_IB_TC", "UCX_IB_SL": "NCCL_IB_SL"}
+_FOLLOWED_VARIABLES = {"UCX_IB_TRAFFIC_CLASS": "NCCL_IB_TC", "UCX_IB_SL": "NCCL_IB_SL"}
 
 
 def advise_job(
@@ -38,23 +38,23 @@ def advise_job(
     here: bool = False,
     nccl: Version | None = None,
     stands: Mapping[str, str] | None = None,
-) -> Settings:
+) -> CommSettings:
     """What a job should have; `nodes`: those it runs on, None: not known yet; `here`: this is one of them.
 
     What its own env sets stands, and is told as overruled. `stands`: what else is set and will be kept.
     """
-    reports, notes = _reports(cluster)
+    reports, notes = _load_reports(cluster)
     count = spec.resources.nodes if nodes is None else len(nodes)
-    version = nccl or library_of_job(spec, cluster).version
+    version = nccl or find_job_nccl_library(spec, cluster).version
     # What the job unsets is its own matter too: nothing is set in its place.
     own = {name: value or "" for name, value in spec.env.items()}
-    demand = Demand(version, count, spec.ranks_per_node, {**(stands or {}), **own})
-    measured, unmeasured = _measured(cluster, demand)
+    demand = PolicyRequest(version, count, spec.ranks_per_node, {**(stands or {}), **own})
+    measured, unmeasured = _policy_settings(cluster, demand)
     if nodes is not None:
         short = {node.partition(".")[0] for node in nodes}
         reports = {node: one for node, one in reports.items() if node.partition(".")[0] in short}
-    found = advise(
-        Situation(
+    found = advise_settings(
+        AdviceContext(
             cluster,
             count,
             reports,
@@ -63,14 +63,14 @@ def advise_job(
             measured,
         )
     )
-    settings = Settings(found.everywhere, found.by_node, (), (*notes, *found.notes, *unmeasured))
-    told = corrupting(own, version, "env of the job")
-    return replace(settings, notes=(*settings.notes, *told)).but_for(own, "env of the job")
+    settings = CommSettings(found.everywhere, found.by_node, (), (*notes, *found.notes, *unmeasured))
+    told = find_corrupting_settings(own, version, "env of the job")
+    return replace(settings, notes=(*settings.notes, *told)).without_variables(own, "env of the job")
 
 
-def foresee(
+def preview_job_settings(
     spec: JobSpec, cluster: ClusterSpec | None, environ: Mapping[str, str], nccl: Version | None = None
-) -> Settings:
+) -> CommSettings:
     """What `submit` will set, before there is a job: what its environment will hold by then stands too.
 
     `environ` is what the job is submitted with.
@@ -78,36 +78,38 @@ def foresee(
     deny = [*(cluster.env_deny if cluster else ()), *spec.env_deny]
     shell = submission_environment(environ, deny)[0]
     site_env = {} if cluster is None else {name: value or "" for name, value in cluster.env.items()}
-    of_site = {} if cluster is None else {**site_env, **_exported(cluster)}
+    of_site = {} if cluster is None else {**site_env, **_exported_variables(cluster)}
     settings = advise_job(spec, cluster, nccl=nccl, stands={**shell, **of_site})
     told = [
-        *corrupting(of_site, nccl, f"profile {cluster.name}" if cluster else ""),
-        *corrupting(shell, nccl, "this shell"),
+        *find_corrupting_settings(of_site, nccl, f"profile {cluster.name}" if cluster else ""),
+        *find_corrupting_settings(shell, nccl, "this shell"),
     ]
     settings = replace(settings, notes=(*settings.notes, *told))
     if cluster is not None:
-        settings = settings.but_for(site_env, f"env of profile {cluster.name}")
-        settings = settings.but_for(_exported(cluster), f"setup of profile {cluster.name}")
-    return follow(settings.but_for(shell, "this shell"))
+        settings = settings.without_variables(site_env, f"env of profile {cluster.name}")
+        settings = settings.without_variables(
+            _exported_variables(cluster), f"setup of profile {cluster.name}"
+        )
+    return align_mpi_class(settings.without_variables(shell, "this shell"))
 
 
-def corrupting(environ: Mapping[str, str], nccl: Version | None, by: str) -> list[str]:
+def find_corrupting_settings(environ: Mapping[str, str], nccl: Version | None, by: str) -> list[str]:
     """What somebody else sets although it may corrupt data and no platform asks for it; theirs to mend."""
     given = {name: Assigned(name, value, by, by) for name, value in environ.items()}
     return [
         f"{name}={one} stands, as {by} has it: it turns LL128 on also where NCCL has it off, which corrupts"
         f" data in silence; where it is safe NCCL takes LL128 by itself; write {name}=^LL128"
         for name, one in environ.items()
-        if forces_ll128(name, one, nccl) and not is_demanded(name, one, given)
+        if forces_ll128(name, one, nccl) and not is_demanded_by_platform(name, one, given)
     ]
 
 
-def follow(settings: Settings) -> Settings:
+def align_mpi_class(settings: CommSettings) -> CommSettings:
     """The same, with MPI's class and level as NCCL's stand: where somebody has set those, ours go along."""
     stands = {one.name: one for one in settings.overruled}
 
-    def led(one: Setting) -> Setting:
-        lead = stands.get(_LEADS.get(one.name, ""))
+    def led(one: CommSetting) -> CommSetting:
+        lead = stands.get(_FOLLOWED_VARIABLES.get(one.name, ""))
         if lead is None or lead.value == one.value or not re.fullmatch("[0-9]{1,3}", lead.value):
             return one
         return replace(one, value=lead.value, reason=f"as {lead.name} stands", source=lead.by)
@@ -115,37 +117,39 @@ def follow(settings: Settings) -> Settings:
     return replace(settings, everywhere=tuple(map(led, settings.everywhere)))
 
 
-def _exported(cluster: ClusterSpec) -> dict[str, str]:
+def _exported_variables(cluster: ClusterSpec) -> dict[str, str]:
     """What the profile's own lines set for every job."""
-    found = effective(resolve([parse_script("\n".join(cluster.setup), "setup")]))
+    found = effective_assignments(resolve_layers([parse_script_exports("\n".join(cluster.setup), "setup")]))
     return {name: "(computed)" if one.value is None else one.value for name, one in found.items()}
 
 
-def _measured(cluster: ClusterSpec | None, demand: Demand) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
+def _policy_settings(
+    cluster: ClusterSpec | None, demand: PolicyRequest
+) -> tuple[tuple[CommSetting, ...], tuple[str, ...]]:
     """What the cluster's policy supports, and what it does not; a note where it cannot be read."""
     if cluster is None or cluster.network.policy is None:
         return (), ()
-    path = Path(expand_place(cluster.network.policy))
+    path = Path(expand_profile_path(cluster.network.policy))
     if not path.exists():
         return (), (f"{path}: network.policy of the profile is not there (yet); nothing is measured",)
     try:
-        return choose(load_policy(path), demand, str(path))
+        return choose_measured_settings(load_policy(path), demand, str(path))
     except UsageError as error:
         return (), (f"network.policy of the profile is not used: {'; '.join(str(error).splitlines())}",)
 
 
-def _reports(cluster: ClusterSpec | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def _load_reports(cluster: ClusterSpec | None) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """What the doctor has told of the cluster's nodes; where that cannot be read, a note says so."""
     if cluster is None or cluster.network.reports is None:
         return {}, []
-    path = Path(expand_place(cluster.network.reports))
+    path = Path(expand_profile_path(cluster.network.reports))
     try:
         found = read_json(path)
         if found is None:
             return {}, [
                 f"{path}: network.reports of the profile is not there (yet); nothing is known by node"
             ]
-        return dict(read_reports(found, str(path))), []
+        return dict(parse_doctor_reports(found, str(path))), []
     except OSError as error:
         return {}, [f"{path}: network.reports of the profile cannot be read: {error.strerror}"]
     except UsageError as error:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from hpcrun.specs.yaml import load_document
-from hpcrun.tuning.finding import Finding, worst_first
-from hpcrun.tuning.log.line import bare
-from hpcrun.tuning.registry.registry import Version, show_version
+from hpcrun.specs.yaml import load_yaml
+from hpcrun.tuning.finding import Finding, sort_findings
+from hpcrun.tuning.log.line import strip_log_prefix
+from hpcrun.tuning.registry.registry import Version, format_version
 
 _TABLE = Path(__file__).with_name("versions.yaml")
 _PLUGIN = "aws-ofi-nccl"
@@ -37,7 +37,7 @@ _ANY = re.compile(r"version|Version|aws-ofi-nccl|libfabric|Kernel Module")
 
 
 @dataclass(frozen=True)
-class _Row:
+class _Requirement:
     """A requirement, and where it is written."""
 
     of: str
@@ -49,9 +49,9 @@ class _Row:
 
 
 @cache
-def _rows() -> tuple[_Row, ...]:
+def _load_requirements() -> tuple[_Requirement, ...]:
     return tuple(
-        _Row(
+        _Requirement(
             row["of"],
             _version(row["from"]),
             _version(row["before"]),
@@ -59,25 +59,27 @@ def _rows() -> tuple[_Row, ...]:
             {name: _version(text) for name, text in row.get("needs", {}).items()},
             {name: _version(text) for name, text in row.get("known", {}).items()},
         )
-        for row in load_document(_TABLE).values["rows"]
+        for row in load_yaml(_TABLE).values["rows"]
     )
 
 
-def _row(name: str, version: Version) -> _Row | None:
-    return next((one for one in _rows() if one.of == name and one.first <= version < one.before), None)
+def _find_requirement(name: str, version: Version) -> _Requirement | None:
+    return next(
+        (one for one in _load_requirements() if one.of == name and one.first <= version < one.before), None
+    )
 
 
 def _version(text: str) -> Version:
     return tuple(int(part) for part in text.split("."))
 
 
-def versions_in(text: str) -> dict[str, tuple[Version, ...]]:
+def parse_versions(text: str) -> dict[str, tuple[Version, ...]]:
     """The releases that a log tells, of NCCL's lines, the plugin's, nvidia-smi's and fi_info's."""
     found: dict[str, dict[Version, None]] = {}
     for line in text.splitlines():
         if not _ANY.search(line):
             continue
-        plain = bare(line)
+        plain = strip_log_prefix(line)
         for name, said in _SAID.items():
             if match := said.search(plain):
                 told = next(group for group in match.groups() if group)
@@ -88,14 +90,14 @@ def versions_in(text: str) -> dict[str, tuple[Version, ...]]:
     return {name: tuple(of) for name, of in found.items()}
 
 
-def judge_versions(versions: Mapping[str, tuple[Version, ...]]) -> tuple[Finding, ...]:
+def check_versions(versions: Mapping[str, tuple[Version, ...]]) -> tuple[Finding, ...]:
     """What does not go together, what differs, and of which pairs nothing is known; worst first."""
     found = [*_differing(versions)]
     for name, partners in _PARTNERS.items():
         for own in versions.get(name, ()):
             for other in partners:
-                found += _pair(name, own, other, versions.get(other, ()))
-    return worst_first(found)
+                found += _check_pair(name, own, other, versions.get(other, ()))
+    return sort_findings(found)
 
 
 def _differing(versions: Mapping[str, tuple[Version, ...]]) -> Iterator[Finding]:
@@ -106,9 +108,9 @@ def _differing(versions: Mapping[str, tuple[Version, ...]]) -> Iterator[Finding]
             yield Finding("warning", "versions", name, f"is {told} on different ranks", remedy)
 
 
-def _pair(name: str, own: Version, other: str, theirs: tuple[Version, ...]) -> Iterator[Finding]:
-    row = _row(name, own)
-    subject = f"{name} {show_version(own)}"
+def _check_pair(name: str, own: Version, other: str, theirs: tuple[Version, ...]) -> Iterator[Finding]:
+    row = _find_requirement(name, own)
+    subject = f"{name} {format_version(own)}"
     if not theirs:
         if name == _PLUGIN:
             yield Finding("unknown", "versions", subject, f"which {other} it runs with is not told")
@@ -120,10 +122,10 @@ def _pair(name: str, own: Version, other: str, theirs: tuple[Version, ...]) -> I
         if row is None or (least is None and newest is None):
             text = f"nothing on record says whether it goes with {other} {here}"
             yield Finding("unknown", "versions", subject, text)
-        elif least is not None and _below(version, least):
+        elif least is not None and _is_older(version, least):
             text = f"needs {other} {_shown(other, least)}, and this is {here} ({row.source})"
             yield Finding("fault", "versions", subject, text, f"take a newer {other}, or an older {name}")
-        elif newest is not None and _below(newest, version):
+        elif newest is not None and _is_older(newest, version):
             text = f"its release notes name {other} up to {_shown(other, newest)}, this is {here}"
             remedy = f"a newer {name} where something fails"
             yield Finding("unknown", "versions", subject, f"{text} ({row.source})", remedy)
@@ -133,23 +135,23 @@ def _shown(name: str, version: Version) -> str:
     """As its owner writes it: a driver's last part has two digits, 515.65.01."""
     if name == "driver" and len(version) == 3:
         return f"{version[0]}.{version[1]}.{version[2]:02}"
-    return show_version(version)
+    return format_version(version)
 
 
-def _below(version: Version, other: Version) -> bool:
+def _is_older(version: Version, other: Version) -> bool:
     """As far as both say: 1.22, which a log shortens, is not below 1.22.1."""
     length = min(len(version), len(other))
     return version[:length] < other[:length]
 
 
-def fitting(versions: Mapping[str, tuple[Version, ...]]) -> Iterator[str]:
+def list_compatible_pairs(versions: Mapping[str, tuple[Version, ...]]) -> Iterator[str]:
     """The pairs that a source says go together, in words."""
     for name, partners in _PARTNERS.items():
         for own in versions.get(name, ()):
-            row = _row(name, own)
+            row = _find_requirement(name, own)
             for other in partners:
                 of = versions.get(other, ())
                 is_told = row is not None and (other in row.needs or other in row.known)
-                if row and is_told and of and not [*_pair(name, own, other, of)]:
+                if row and is_told and of and not [*_check_pair(name, own, other, of)]:
                     told = ", ".join(_shown(other, one) for one in of)
                     yield f"{name} {_shown(name, own)} goes with {other} {told} ({row.source})"

@@ -6,7 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.faults import Case, Told
 
 
@@ -42,9 +42,9 @@ def fresh_run_in_a_used_directory(root: Path, quick: bool) -> Told:
     start(functools.partial(_trains, place, 1, 1.0, load=False))
     for first in (1, 2, 3, 4, 100)[: 2 if quick else 5]:
         told.faults += 1
-        before = saved_steps(place / "checkpoints")
+        before = resumable_checkpoints(place / "checkpoints")
         _note(told, root, start(functools.partial(_trains, place, first, 7.0, load=False)), (-1, -1.0))
-        told.silent += saved_steps(place / "checkpoints") != before
+        told.silent += resumable_checkpoints(place / "checkpoints") != before
         newest = before[-1].step
         outcome = start(functools.partial(_trains, place, newest + 1, 1.0, load=True))
         _note(told, root, outcome, (newest, float(newest)))
@@ -71,12 +71,12 @@ def two_writers(root: Path, quick: bool) -> Told:
 
     for _ in range(1 if quick else 4):
         told.faults += 1
-        newest = saved_steps(place / "checkpoints")[-1].step + 1
+        newest = resumable_checkpoints(place / "checkpoints")[-1].step + 1
         second = functools.partial(_trains, place, newest + 1, 1.0, load=True)
         with running(functools.partial(first, newest)):
-            before = saved_steps(place / "checkpoints")
+            before = resumable_checkpoints(place / "checkpoints")
             _note(told, root, start(second), (-1, -1.0))
-            told.silent += saved_steps(place / "checkpoints") != before
+            told.silent += resumable_checkpoints(place / "checkpoints") != before
         _note(told, root, start(second), (newest, float(newest)))
         told.loaded("what the killed one had saved")
     return told

@@ -30,7 +30,7 @@ from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.checkpoint.restore.repair import repair_generation
 from hpcrun.checkpoint.restore.sources import DirectoryCopy
 from hpcrun.errors import HpcrunError
-from hpcrun.specs.saves import RECORD, Saved, read_saves
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints
 from tests.checkpoint import tracing
 from tests.checkpoint.generations import SHAPES, content_of, pieces_of, save
 from tests.checkpoint.injuries import INJURIES, flip
@@ -91,7 +91,7 @@ def whole_of(name: str, step: int, ranks: int = 2) -> bytes:
     return b"".join(content_of(piece, step) for piece in pieces)
 
 
-def _two(root: Path) -> tuple[Saved, Saved]:
+def _two(root: Path) -> tuple[SavedCheckpoint, SavedCheckpoint]:
     return save(root, 2, files=2), save(root, 4, files=2)
 
 
@@ -126,7 +126,7 @@ def flipped(root: Path, quick: bool) -> Told:
     """One byte anywhere; read chunk by chunk, as every reader does."""
     saved = save(root, 4)
     chance, told = random.Random(1), Told("header or chunk does not match its hash")
-    for name in (RECORD, MANIFEST_NAME, "data-00000.bin"):
+    for name in (COMMIT_RECORD, MANIFEST_NAME, "data-00000.bin"):
         path = saved.path / name
         size = path.stat().st_size
         for at in sorted(chance.sample(range(size), min(size, 150 if quick else 1500))):
@@ -138,7 +138,7 @@ def flipped(root: Path, quick: bool) -> Told:
 
 
 def _read_all(root: Path, told: Told) -> str:
-    saves, _ = read_saves(root)
+    saves, _ = read_saved_checkpoints(root)
     try:
         for saved in saves:
             with GenerationReader(saved) as generation:
@@ -156,7 +156,7 @@ def cut_short(root: Path, quick: bool) -> Told:
     """Every file at many lengths."""
     saved = save(root, 4, files=2)
     told = Told("the size is not that of the record")
-    for name in (RECORD, MANIFEST_NAME, "data-00000.bin", "data-00001.bin"):
+    for name in (COMMIT_RECORD, MANIFEST_NAME, "data-00000.bin", "data-00001.bin"):
         path = saved.path / name
         whole = path.read_bytes()
         for size in range(0, len(whole), max(1, len(whole) // (20 if quick else 200))):

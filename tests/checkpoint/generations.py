@@ -19,8 +19,8 @@ from hpcrun.checkpoint.format import (
 )
 from hpcrun.checkpoint.generation import read_part_tail
 from hpcrun.checkpoint.part_writer import write_part
-from hpcrun.specs.descent import descent_from
-from hpcrun.specs.saves import Saved, saved_steps
+from hpcrun.specs.descent import descent_after
+from hpcrun.specs.saves import SavedCheckpoint, resumable_checkpoints
 
 SHAPES = {"model.a": (40, 16), "model.b": (7,), "model.scalar": (), "model.none": (0, 3)}
 
@@ -55,11 +55,11 @@ def save(
     ranks: int = 2,
     shares: Sequence[list[ChunkSpec]] | None = None,
     descent: str | None = None,
-) -> Saved:
+) -> SavedCheckpoint:
     """A committed generation, its ranks spread over so many files; it has come from the newest one."""
     if descent is None:
-        line = saved_steps(checkpoints)
-        descent = descent_from(line[-1], attempt) if line else ""
+        line = resumable_checkpoints(checkpoints)
+        descent = descent_after(line[-1], attempt) if line else ""
     draft = begin_generation(checkpoints, step, attempt)
     parts, ends = [], dict.fromkeys(range(files), 0)
     shares = shares or [pieces_of(rank, ranks) for rank in range(ranks)]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.faults import Case, SkippedError, Told
 
 ROOT = Path(__file__).parents[2]
@@ -119,7 +119,7 @@ def hung(behind: str, memory: int) -> Case:
                 script.end()
             told.happened = next((one for one in script.lines if str(disk) in one), "").strip()
             told.silent += not told.happened
-            steps = [one.step for one in saved_steps(disk / "run" / "checkpoints")]
+            steps = [one.step for one in resumable_checkpoints(disk / "run" / "checkpoints")]
             told.silent += 1 not in steps
             told.loaded(f"{len(steps)} of {1 + FROZEN_STEPS} saves in the directory afterwards")
         return told

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST_NAME
-from hpcrun.specs.saves import RECORD
+from hpcrun.specs.saves import COMMIT_RECORD
 
 Injury = Callable[[Path, Path], None]
 """Does something to the first save; the second is another step of the same layout."""
@@ -61,14 +61,14 @@ def take_part(path: Path, other: Path) -> None:
 
 
 def garbage_record(path: Path, _other: Path) -> None:
-    (path / RECORD).write_text('{"format_version": 2, "step": 4}\n')
+    (path / COMMIT_RECORD).write_text('{"format_version": 2, "step": 4}\n')
 
 
 INJURIES = {
     "truncated data": truncate("data-00001.bin", 1000),
     "empty data": truncate("data-00000.bin", 0),
     "truncated manifest": truncate(MANIFEST_NAME, 200),
-    "truncated record": truncate(RECORD, 50),
+    "truncated record": truncate(COMMIT_RECORD, 50),
     "hole": hole,
     "second half never written": lost_end,
     "swapped files": swap_files,
@@ -77,7 +77,7 @@ INJURIES = {
     "half a file of another generation": take_part,
     "missing data": lose("data-00000.bin"),
     "missing manifest": lose(MANIFEST_NAME),
-    "missing record": lose(RECORD),
+    "missing record": lose(COMMIT_RECORD),
     "record of something else": garbage_record,
 }
 

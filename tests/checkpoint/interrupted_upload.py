@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hpcrun.checkpoint.objects.store import open_object_store
 from hpcrun.checkpoint.objects.upload import upload_save
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 
 if __name__ == "__main__":
     url, endpoint, checkpoints = sys.argv[1:]
     with open_object_store(url, endpoint) as opened:
-        upload_save(opened, "run-1", saved_steps(Path(checkpoints))[-1], least=4096)
+        upload_save(opened, "run-1", resumable_checkpoints(Path(checkpoints))[-1], least=4096)

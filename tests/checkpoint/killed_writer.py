@@ -22,7 +22,7 @@ from hpcrun.checkpoint.levels import HeldPart
 from hpcrun.checkpoint.restore.exchange import copy_generation_in
 from hpcrun.checkpoint.restore.repair import find_repair_candidates, repair_generation
 from hpcrun.checkpoint.restore.sources import DirectoryCopy
-from hpcrun.specs.saves import Saved, read_save, read_saves
+from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint, read_saved_checkpoints
 from tests.checkpoint import tracing
 from tests.checkpoint.generations import content_of, save
 from tests.checkpoint.loads import load_of
@@ -82,8 +82,8 @@ def mend(root: Path) -> None:
 
 def take_in(root: Path) -> None:
     """Import a copy of a save."""
-    found = read_save(root.with_name("copy"))
-    assert isinstance(found, Saved)
+    found = read_saved_checkpoint(root.with_name("copy"))
+    assert isinstance(found, SavedCheckpoint)
     # In one thread, as a child that is traced has to be.
     copy_generation_in(found, root, jobs=1)
 
@@ -117,7 +117,7 @@ SCENARIOS = {
 def whole_steps(root: Path) -> tuple[list[int], list[str]]:
     """The steps that a reader proves, and what it says of the others; AssertionError for wrong bytes."""
     whole, problems = [], []
-    saves, unreadable = read_saves(root)
+    saves, unreadable = read_saved_checkpoints(root)
     problems += [one.problem for one in unreadable]
     for saved in saves:
         try:

@@ -27,7 +27,7 @@ from hpcrun.checkpoint.restore.intact_parts import find_intact_parts
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import Saved, saved_steps
+from hpcrun.specs.saves import SavedCheckpoint, resumable_checkpoints
 from tests.checkpoint.faults import Case, Told, restore
 from tests.checkpoint.generations import content_of, save
 from tests.checkpoint.nodes import Node, Nodes, flip
@@ -58,7 +58,9 @@ def _stored(nodes: Nodes) -> list[NodeShards]:
     return loads
 
 
-def _go_on(nodes: Nodes, living: Sequence[Node], load: NodeShards, saved: Saved, told: Told) -> None:
+def _go_on(
+    nodes: Nodes, living: Sequence[Node], load: NodeShards, saved: SavedCheckpoint, told: Told
+) -> None:
     """Decide, rebuild and read, as a restart does on the nodes that are left."""
     names = [node.name for node in living]
     plan = decide_restore(_held(living, load), [saved], [], [], {}, names)
@@ -179,7 +181,7 @@ def damaged_memory(root: Path, quick: bool) -> Told:
     return told
 
 
-def _mend(nodes: Nodes, load: NodeShards, saved: Saved, told: Told) -> None:
+def _mend(nodes: Nodes, load: NodeShards, saved: SavedCheckpoint, told: Told) -> None:
     """As after a load that has failed: nodes read what they hold, and what does not prove itself is lost."""
     generation = load.stamp.generation
     for node in nodes.every:
@@ -193,7 +195,7 @@ def _mend(nodes: Nodes, load: NodeShards, saved: Saved, told: Told) -> None:
 
 
 def _go_on_mixed(
-    nodes: Nodes, lost: Node, load: NodeShards, older: Saved, told: Told, *, prove: bool
+    nodes: Nodes, lost: Node, load: NodeShards, older: SavedCheckpoint, told: Told, *, prove: bool
 ) -> None:
     """As a restart does without that node and without parity, with whole parts out of the run directory."""
     checkpoints, living = older.path.parent, [node for node in nodes.every if node != lost]
@@ -306,7 +308,7 @@ def killed_rank(root: Path, _quick: bool) -> Told:
     ranks[1].close()
     os.sched_yield()
     host.kill()
-    if [one.step for one in saved_steps(run.checkpoints)] != [2]:
+    if [one.step for one in resumable_checkpoints(run.checkpoints)] != [2]:
         told.silent += 1
     restore(run.checkpoints, told)
     return told

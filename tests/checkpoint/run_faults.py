@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.specs.records import last_of_each_step, read_json, read_lines
+from hpcrun.specs.records import newest_step_records, read_json, read_json_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 from tests.checkpoint.faults import Case, Told
 
@@ -30,8 +30,8 @@ _PACE_STEPS, _LIMIT_S = 20, 300.0
 
 
 def _losses(run: RunDir) -> list[Any]:
-    steps = [line for line in read_lines(run.metrics) if line["kind"] == "step"]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in last_of_each_step(steps)]
+    steps = [line for line in read_json_lines(run.metrics) if line["kind"] == "step"]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in newest_step_records(steps)]
 
 
 Strike = Callable[[RunDir, Attempt], None]
@@ -55,7 +55,9 @@ def _train(root: Path, name: str, steps: int, faults: int, strike: Strike) -> Ru
             time.sleep(0.02)
             for path in (root / name).glob("t-*"):
                 run = RunDir(path)
-                newest = max((line["step"] for line in read_lines(run.metrics) if "step" in line), default=0)
+                newest = max(
+                    (line["step"] for line in read_json_lines(run.metrics) if "step" in line), default=0
+                )
                 if newest >= (done + 1) * _PACE_STEPS:
                     done += 1
                     strike(run, run.attempts()[-1])
@@ -74,7 +76,7 @@ def _compared(root: Path, told: Told, strike: Strike) -> Told:
     run = _train(root, "struck", steps, told.faults, strike)
     pairs = zip(_losses(plain), _losses(run), strict=True)
     told.silent += sum(ours != theirs for ours, theirs in pairs)
-    for event in read_lines(run.events):
+    for event in read_json_lines(run.events):
         if event["event"] == "restore" and event["attempt"] > 1:
             told.loaded(f"{event['lost_steps']} steps lost, from {' and '.join(event['levels'])}")
     return told

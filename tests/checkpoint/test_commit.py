@@ -24,7 +24,7 @@ from hpcrun.checkpoint.commit import (
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.part_writer import write_part
-from hpcrun.specs.saves import RECORD, saved_steps
+from hpcrun.specs.saves import COMMIT_RECORD, resumable_checkpoints
 from tests.checkpoint.generations import content_of, pieces_of, save
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +145,7 @@ def test_a_file_that_shrank_before_the_commit_is_not_committed(
     monkeypatch.setattr(os, "fsync", shrink)
     with pytest.raises(DamagedError, match="has 100 bytes instead of"):
         save(tmp_path, 4)
-    assert [one.step for one in saved_steps(tmp_path)] == [2]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [2]
 
 
 def test_another_save_of_the_step_is_set_aside_and_not_written_over(tmp_path: Path) -> None:
@@ -155,22 +155,22 @@ def test_another_save_of_the_step_is_set_aside_and_not_written_over(tmp_path: Pa
     assert (new.step, new.attempt) == (4, 2)
     (aside,) = tmp_path.glob("left-*")
     assert (aside / "data-00000.bin").read_bytes() == before
-    assert saved_steps(tmp_path) == [new]
+    assert resumable_checkpoints(tmp_path) == [new]
 
 
 def test_another_save_of_the_step_by_the_same_line_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 4)
     new = save(tmp_path, 4)
     assert names(tmp_path) == ["step-00000004"]
-    assert saved_steps(tmp_path) == [new]
+    assert resumable_checkpoints(tmp_path) == [new]
 
 
 def test_the_newest_are_kept_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
     saves = [save(tmp_path, step) for step in (2, 4, 6)]
     apply_retention(tmp_path, 2, {saves[2].path})
-    assert [one.step for one in saved_steps(tmp_path)] == [2, 4, 6]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [2, 4, 6]
     apply_retention(tmp_path, 1, {saves[2].path})
-    assert [one.step for one in saved_steps(tmp_path)] == [4, 6]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [4, 6]
     apply_retention(tmp_path, 1)
     assert names(tmp_path) == ["step-00000006"]
 
@@ -190,7 +190,7 @@ def test_what_is_garbage_and_what_is_not(tmp_path: Path) -> None:
     assert {one.path.name.partition("0")[0] for one in found} == {".step-", "step-", "damaged-step-"}
     for one in found:
         delete_generation(one.path)
-    assert [one.step for one in saved_steps(tmp_path)] == [4, 6]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [4, 6]
     assert len(names(tmp_path)) == 2
 
 
@@ -226,7 +226,7 @@ def test_a_read_only_directory_is_one_error(tmp_path: Path) -> None:
 def test_stale_leftovers_go_with_the_next_save(tmp_path: Path) -> None:
     stale = tmp_path / ".step-00000001.1"
     stale.mkdir()
-    (stale / RECORD).write_text("{}")
+    (stale / COMMIT_RECORD).write_text("{}")
     draft = begin_generation(tmp_path, 2, 1)
     assert isinstance(draft, GenerationDraft)
     assert names(tmp_path) == [".step-00000002.1"]

@@ -30,8 +30,8 @@ from hpcrun.checkpoint.restore.decide import (
     generation_id_of,
 )
 from hpcrun.checkpoint.restore_plan import SHARED_NODE, parse_rebuild_order, parse_restore_plan
-from hpcrun.specs.descent import line_of, order
-from hpcrun.specs.saves import Saved, Unreadable
+from hpcrun.specs.descent import lineage_order, select_lineage
+from hpcrun.specs.saves import SavedCheckpoint, UnreadableCheckpoint
 
 NODES = ("a", "b", "c", "d")
 RUN = Path("checkpoints")
@@ -72,11 +72,11 @@ def with_parity(owner: GenerationId, nodes: Sequence[str] = NODES, parity: int =
     return [*one_each(owner, nodes), *blocks]
 
 
-def saved(step: int, attempt: int = 1) -> Saved:
+def saved(step: int, attempt: int = 1) -> SavedCheckpoint:
     one = stamp(step, attempt=attempt)
     path = RUN / f"step-{step:08d}"
     known: dict[str, Any] = {"generation": one.generation, "descent": one.descent}
-    return Saved(path, step, 8 * step, 4, attempt, format_version=2, **known)
+    return SavedCheckpoint(path, step, 8 * step, 4, attempt, format_version=2, **known)
 
 
 def test_the_newest_in_memory_comes_before_an_older_save() -> None:
@@ -214,7 +214,7 @@ def test_parts_of_a_damaged_save_make_up_for_a_lost_node() -> None:
         return holding(owner, SHARED_NODE, [0], "durable")
 
     near = one_each(stamp(20))
-    broken = Unreadable(RUN / "step-00000020", "its record is torn")
+    broken = UnreadableCheckpoint(RUN / "step-00000020", "its record is torn")
     plan = decide_restore(near[1:], [saved(10)], [broken], [], {}, NODES, scraps=scraps)
     assert (plan.stamp, plan.levels, plan.lost_steps) == (stamp(20), ("memory", "durable"), 0)
     assert [one.node for one in plan.sources] == [SHARED_NODE, "b", "c", "d"]
@@ -263,11 +263,11 @@ def test_what_failed_twice_is_passed_over() -> None:
 def test_damaged_saves_are_passed_over_and_only_the_newest_are_looked_at() -> None:
     asked = []
 
-    def check(one: Saved) -> str | None:
+    def check(one: SavedCheckpoint) -> str | None:
         asked.append(one.step)
         return "it is short" if one.step == 30 else None
 
-    broken = [Unreadable(RUN / "step-00000040", "its record is torn")]
+    broken = [UnreadableCheckpoint(RUN / "step-00000040", "its record is torn")]
     plan = decide_restore([], [saved(10), saved(20), saved(30)], broken, [], {}, NODES, check)
     assert (plan.save, plan.lost_steps) == (str(saved(20).path), 20)
     assert asked == [30, 20]
@@ -323,7 +323,7 @@ def is_whole(owner: GenerationId, holdings: Sequence[InventoryEntry], nodes: Seq
 
 def some_inventory(
     rng: random.Random,
-) -> tuple[list[InventoryEntry], list[Saved], Mapping[str, int], list[str]]:
+) -> tuple[list[InventoryEntry], list[SavedCheckpoint], Mapping[str, int], list[str]]:
     nodes = list("abcdef"[: rng.randint(1, 6)])
     holdings: list[InventoryEntry] = []
     for step in rng.sample(range(1, 6), rng.randint(1, 4)):
@@ -381,20 +381,25 @@ def test_the_newest_whole_one_is_found_as_brute_force_finds_it(seed: int) -> Non
     live = [one for one in holdings if one.node in living]
     there = [*holdings, *(shared[one.stamp] for one in live)]
     whole = {one.stamp for one in live if is_whole(one.stamp, there, [*living, SHARED_NODE])}
-    line = {order(one) for one in line_of([*(one.stamp for one in live), *map(generation_id_of, saves)])}
-    near = {order(one) for one in whole if one.generation not in bad} & line
+    line = {
+        lineage_order(one)
+        for one in select_lineage([*(one.stamp for one in live), *map(generation_id_of, saves)])
+    }
+    near = {lineage_order(one) for one in whole if one.generation not in bad} & line
     at_hand = {one.stamp for one in live if is_whole(one.stamp, holdings, living)}
-    stored = {order(one) for one in saves if one.generation not in bad} & line
+    stored = {lineage_order(one) for one in saves if one.generation not in bad} & line
     expected = max(near | stored, default=None)
-    assert (order(plan.stamp) if plan.stamp else None) == expected
+    assert (lineage_order(plan.stamp) if plan.stamp else None) == expected
     if plan.stamp is None:
         return
     assert plan.stamp.generation not in bad
     # A save that seems whole comes before what would have to be put together.
     if plan.save is not None:
-        place = order(plan.stamp)
+        place = lineage_order(plan.stamp)
         assert place in stored
-        assert not {one for one in whole if order(one) == place and one.generation not in bad} & at_hand
+        assert (
+            not {one for one in whole if lineage_order(one) == place and one.generation not in bad} & at_hand
+        )
         assert plan.is_mendable == any(one.stamp.generation == plan.stamp.generation for one in live)
     if plan.save is None:
         assert plan.stamp in whole

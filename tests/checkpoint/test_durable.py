@@ -21,7 +21,7 @@ from hpcrun.checkpoint.flush.durable_tier import CommitTimeouts, DurableTier, Pr
 from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.levels import NodeShards
 from hpcrun.errors import SiteError
-from hpcrun.specs.saves import RECORD, saved_steps
+from hpcrun.specs.saves import COMMIT_RECORD, resumable_checkpoints
 from tests.checkpoint.generations import save
 from tests.checkpoint.killed_writer import whole_steps
 from tests.checkpoint.loads import load_of, with_attempt
@@ -63,10 +63,10 @@ def test_two_nodes_commit_together(tmp_path: Path, beside: ThreadPoolExecutor, d
         for done in store_all(beside, stations, loads(step)):
             assert done.result()["path"] == str(tmp_path / f"step-{step:08d}")
     assert whole_steps(tmp_path) == ([2, 4], [])
-    newest = saved_steps(tmp_path)[-1]
+    newest = resumable_checkpoints(tmp_path)[-1]
     assert (newest.position, newest.world_size, newest.attempt) == (32, 4, 1)
     assert newest.structure == save(tmp_path / "other", 4, ranks=4).structure
-    assert names(newest.path) == [RECORD, "data-00000.bin", "data-00001.bin", "manifest.json"]
+    assert names(newest.path) == [COMMIT_RECORD, "data-00000.bin", "data-00001.bin", "manifest.json"]
     assert names(tmp_path) == ["other", "step-00000002", "step-00000004"]
 
 
@@ -141,7 +141,7 @@ def test_a_node_that_never_comes_is_waited_for_in_vain(tmp_path: Path, here: int
     one = station(tmp_path, replace(QUICK, peer_timeout_s=0.05))
     with pytest.raises(SiteError, match=r"waited 0\.05 s in vain"):
         one.store(loads(2)[here])
-    assert saved_steps(tmp_path) == []
+    assert resumable_checkpoints(tmp_path) == []
 
 
 def test_who_is_late_may_still_be_part_of_what_others_commit(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_bytes_of_others_that_never_show_fail_the_save(tmp_path: Path) -> None:
     os.truncate(tmp_path / ".step-00000002.1" / "data-00001.bin", 4096)
     with pytest.raises(SiteError, match=r"waited 0\.2 s in vain for all bytes in"):
         station(tmp_path).store(leader)
-    assert saved_steps(tmp_path) == []
+    assert resumable_checkpoints(tmp_path) == []
 
 
 def test_when_the_attempt_is_over_nobody_is_waited_for(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
@@ -204,7 +204,7 @@ def test_an_older_attempt_does_not_take_the_place_of_a_newer_one(tmp_path: Path)
     one.store(load_of(2, range(2), 2, 0, attempt=3))
     with pytest.raises(SiteError, match="was saved by attempt 3; this is 2"):
         one.store(load_of(2, range(2), 2, 0, attempt=2))
-    assert [one.attempt for one in saved_steps(tmp_path)] == [3]
+    assert [one.attempt for one in resumable_checkpoints(tmp_path)] == [3]
 
 
 def test_records_of_other_generations_and_torn_ones_are_not_counted(
@@ -239,7 +239,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
     for step in range(1, 11):
         one.store(load_of(step, range(2), 2, 0))
         one.retain(())
-    assert [saved.step for saved in saved_steps(tmp_path)] == [4, 8, 10]
+    assert [saved.step for saved in resumable_checkpoints(tmp_path)] == [4, 8, 10]
 
 
 def test_storing_again_is_harmless(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_files_are_prepared_before_their_first_byte_and_the_facts_are_kept(
     stations = [station(tmp_path, prepare_file=hook) for hook in hooks]
     for done in store_all(beside, stations, loads(2)):
         done.result()
-    (saved,) = saved_steps(tmp_path)
+    (saved,) = resumable_checkpoints(tmp_path)
     assert asked == [("data-00000.bin", saved.file_bytes[0], 2)]
     with GenerationReader(saved) as generation:
         assert generation.manifest.layout == {"data-00000.bin": {"stripes": 4}}

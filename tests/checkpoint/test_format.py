@@ -16,12 +16,18 @@ from hpcrun.checkpoint.generation import GenerationReader, check_file_sizes
 from hpcrun.checkpoint.part_writer import write_synced_file
 from hpcrun.checkpoint.slices import TensorSlice, find_coverage_problem, split_slice
 from hpcrun.errors import UsageError
-from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record, saved_steps
+from hpcrun.specs.saves import (
+    COMMIT_RECORD,
+    SavedCheckpoint,
+    read_saved_checkpoints,
+    render_commit_record,
+    resumable_checkpoints,
+)
 from tests.checkpoint.generations import content_of, pieces_of, save
 from tests.checkpoint.injuries import INJURIES, Injury, flip, swap_files
 
 
-def load(saved: Saved) -> dict[ChunkSpec, bytes]:
+def load(saved: SavedCheckpoint) -> dict[ChunkSpec, bytes]:
     """Everything that a reader gives out of a generation."""
     found = {}
     with GenerationReader(saved) as generation:
@@ -38,7 +44,7 @@ def expected(step: int, ranks: int = 2) -> dict[ChunkSpec, bytes]:
     return {piece: content_of(piece, step) for piece in pieces}
 
 
-def damages(saved: Saved) -> list[str]:
+def damages(saved: SavedCheckpoint) -> list[str]:
     with GenerationReader(saved) as generation:
         return list(generation.damages())
 
@@ -46,12 +52,12 @@ def damages(saved: Saved) -> list[str]:
 @pytest.mark.parametrize(("files", "ranks"), [(1, 1), (1, 2), (2, 2), (2, 5)])
 def test_what_is_written_comes_back(tmp_path: Path, files: int, ranks: int) -> None:
     saved = save(tmp_path, 4, files=files, ranks=ranks)
-    (found,) = saved_steps(tmp_path)
+    (found,) = resumable_checkpoints(tmp_path)
     assert found == saved
     assert load(found) == expected(4, ranks)
     assert damages(found) == []
     assert sorted(path.name for path in found.path.iterdir()) == sorted(
-        [RECORD, MANIFEST_NAME, *(f"data-{n:05d}.bin" for n in range(files))]
+        [COMMIT_RECORD, MANIFEST_NAME, *(f"data-{n:05d}.bin" for n in range(files))]
     )
 
 
@@ -81,7 +87,7 @@ def test_no_flipped_byte_is_loaded(tmp_path: Path) -> None:
     saved = save(tmp_path, 4)
     right, found = expected(4), 0
     chance = random.Random(0)
-    for name in (RECORD, MANIFEST_NAME, "data-00000.bin"):
+    for name in (COMMIT_RECORD, MANIFEST_NAME, "data-00000.bin"):
         path = saved.path / name
         whole = path.read_bytes()
         places = list(range(len(whole)))
@@ -89,9 +95,9 @@ def test_no_flipped_byte_is_loaded(tmp_path: Path) -> None:
             places = sorted({*range(1500), *range(4096, 4096 + 600), *chance.sample(range(len(whole)), 400)})
         for at in places:
             flip(path, at)
-            again: list[Saved] = []
+            again: list[SavedCheckpoint] = []
             try:
-                again = saved_steps(tmp_path)
+                again = resumable_checkpoints(tmp_path)
                 loaded = load(again[0]) if again else None
             except (DamagedError, UsageError):
                 loaded = None
@@ -106,7 +112,7 @@ def test_nothing_injured_is_loaded(tmp_path: Path, injury: Injury) -> None:
     other = save(tmp_path, 2, files=2, ranks=2)
     saved = save(tmp_path, 4, files=2, ranks=2)
     injury(saved.path, other.path)
-    found, unreadable = read_saves(tmp_path)
+    found, unreadable = read_saved_checkpoints(tmp_path)
     if unreadable:
         assert [one.path for one in unreadable] == [saved.path]
     else:
@@ -128,8 +134,8 @@ def test_two_files_of_equal_layout_are_not_mistaken_for_each_other(tmp_path: Pat
 
 def test_a_record_of_another_save_is_refused(tmp_path: Path) -> None:
     other, saved = save(tmp_path, 2), save(tmp_path, 4)
-    shutil.copy(other.path / RECORD, saved.path / RECORD)
-    for found in saved_steps(tmp_path):
+    shutil.copy(other.path / COMMIT_RECORD, saved.path / COMMIT_RECORD)
+    for found in resumable_checkpoints(tmp_path):
         if found.path == saved.path:
             with pytest.raises(DamagedError):
                 load(found)
@@ -152,9 +158,9 @@ def test_verification_names_every_damaged_chunk(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused_in_one_line(tmp_path: Path) -> None:
     saved = save(tmp_path, 4)
-    (saved.path / RECORD).write_text(render_record(replace(saved, format_version=3)))
+    (saved.path / COMMIT_RECORD).write_text(render_commit_record(replace(saved, format_version=3)))
     with pytest.raises(UsageError, match=r"format 3, this hpcrun reads up to 2; use a newer hpcrun"):
-        read_saves(tmp_path)
+        read_saved_checkpoints(tmp_path)
 
 
 def test_a_manifest_whose_chunks_leave_a_gap_is_refused(tmp_path: Path) -> None:
@@ -167,7 +173,7 @@ def test_a_manifest_whose_chunks_leave_a_gap_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(DamagedError, match=r"model\.a"):
             save(tmp_path, 4, shares=[[whole], [other]])
-    assert saved_steps(tmp_path) == []
+    assert resumable_checkpoints(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -219,8 +225,8 @@ def test_a_thousand_generations_are_listed_from_their_records(tmp_path: Path) ->
         path.mkdir()
         os.link(saved.path / "data-00000.bin", path / "data-00000.bin")
         os.link(saved.path / MANIFEST_NAME, path / MANIFEST_NAME)
-        (path / RECORD).write_text(render_record(replace(saved, step=step)))
-    found = saved_steps(tmp_path)
+        (path / COMMIT_RECORD).write_text(render_commit_record(replace(saved, step=step)))
+    found = resumable_checkpoints(tmp_path)
     for one in found:
         check_file_sizes(one)
     assert [one.step for one in found] == list(range(1000))
@@ -228,7 +234,7 @@ def test_a_thousand_generations_are_listed_from_their_records(tmp_path: Path) ->
 
 def test_nothing_in_the_files_is_a_pickle(tmp_path: Path) -> None:
     saved = save(tmp_path, 4)
-    for name in (RECORD, MANIFEST_NAME):
+    for name in (COMMIT_RECORD, MANIFEST_NAME):
         json.loads((saved.path / name).read_text())
     write_synced_file(tmp_path / "x", b"abc")
     assert (tmp_path / "x").read_bytes() == b"abc"

@@ -18,7 +18,7 @@ from hpcrun.checkpoint.objects.object_tier import ObjectTier
 from hpcrun.checkpoint.objects.store import ObjectStore, RetryPolicy, open_object_store
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
-from hpcrun.specs.saves import RECORD, Saved
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint
 from tests.checkpoint.generations import save
 from tests.checkpoint.object_store import CREDENTIALS, Bucket
 
@@ -91,7 +91,7 @@ def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPa
     assert "pip install 'hpcrun-slurm[s3]'" in words_of("file:///somewhere")
 
 
-def loads_of(saved: Saved, shares: Sequence[Sequence[int]]) -> list[NodeShards]:
+def loads_of(saved: SavedCheckpoint, shares: Sequence[Sequence[int]]) -> list[NodeShards]:
     """What each node's worker has in memory of a save, by the numbers of its parts."""
     with GenerationReader(saved) as generation:
         parts = generation.manifest.parts
@@ -130,7 +130,7 @@ def test_each_node_sends_its_own_file_and_the_one_with_part_0_commits(
     assert find_copy_damages(s3, copy) == []
     for name in ("data-00000.bin", "data-00001.bin"):
         assert bucket.get(bucket.only(f"{name}.00000.")) == (saved.path / name).read_bytes()
-    assert bucket.get(bucket.only(RECORD)) == (saved.path / RECORD).read_bytes()
+    assert bucket.get(bucket.only(COMMIT_RECORD)) == (saved.path / COMMIT_RECORD).read_bytes()
 
 
 def test_a_save_that_is_not_in_the_run_directory_is_not_copied(bucket: Bucket, tmp_path: Path) -> None:

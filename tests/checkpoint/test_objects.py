@@ -35,7 +35,7 @@ from hpcrun.checkpoint.objects.download import (
 from hpcrun.checkpoint.objects.store import ListedObject, ObjectStore, RetryPolicy, open_object_store
 from hpcrun.checkpoint.objects.upload import UploadResult, upload_save
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints, render_commit_record
 from tests.checkpoint.generations import save
 from tests.checkpoint.object_store import ROOT, Bucket
 
@@ -58,7 +58,7 @@ def plain(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStor
         yield store
 
 
-def send(store: ObjectStore, saved: Saved) -> UploadResult:
+def send(store: ObjectStore, saved: SavedCheckpoint) -> UploadResult:
     return upload_save(store, RUN, saved, least=LEAST)
 
 
@@ -73,7 +73,9 @@ def files_of(path: Path) -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in path.iterdir()}
 
 
-def check_round_trip(store: ObjectStore, checkpoints: Path, elsewhere: Path, saved: Saved, sent: int) -> None:
+def check_round_trip(
+    store: ObjectStore, checkpoints: Path, elsewhere: Path, saved: SavedCheckpoint, sent: int
+) -> None:
     done = send(store, saved)
     assert (done.sent_objects, done.kept_objects) == (sent, 0)
     copy = only_copy(store)
@@ -191,13 +193,13 @@ def test_what_the_store_has_damaged_is_found_by_reading_back_and_by_download(
     assert find_copy_damages(s3, copy) == [expected]
     with pytest.raises(DamagedError, match=r"00007.*its bytes do not match their hash"):
         download_copy(s3, copy, tmp_path / "other")
-    assert read_saves(tmp_path / "other") == ([], [])
+    assert read_saved_checkpoints(tmp_path / "other") == ([], [])
     # The store is put right: what was whole is not fetched again.
     bucket.put(key, data)
     bucket.tell("reset")
     download_copy(s3, copy, tmp_path / "other")
     assert len(bucket.requests("GET", ".bin.")) < 20
-    assert [one.step for one in read_saves(tmp_path / "other")[0]] == [16]
+    assert [one.step for one in read_saved_checkpoints(tmp_path / "other")[0]] == [16]
 
 
 @pytest.mark.parametrize("part", [".bin.00003.", "data-00000.json", "manifest.json"])
@@ -222,16 +224,16 @@ def test_damaged_small_objects_are_told_apart(s3: ObjectStore, bucket: Bucket, c
     bucket.put(index, whole)
     bucket.put(manifest, bucket.get(manifest).replace(b"float32", b"float64"))
     assert find_copy_damages(s3, only_copy(s3))[0].endswith("does not match the hash in the commit record")
-    record = bucket.only(RECORD)
+    record = bucket.only(COMMIT_RECORD)
     bucket.put(record, bucket.get(record).replace(b'"step": 16', b'"step": 17'))
     copies, (unreadable,) = list_generation_copies(s3, RUN)
     assert copies == []
-    assert unreadable.problem == f"{RECORD} does not match the hash in it"
+    assert unreadable.problem == f"{COMMIT_RECORD} does not match the hash in it"
 
 
 def test_without_its_record_it_does_not_exist(s3: ObjectStore, bucket: Bucket, checkpoints: Path) -> None:
     send(s3, save(checkpoints, 16))
-    bucket.delete(bucket.only(RECORD))
+    bucket.delete(bucket.only(COMMIT_RECORD))
     assert list_generation_copies(s3, RUN) == ([], [])
 
 
@@ -241,11 +243,11 @@ def test_a_record_of_another_generation_proves_nothing(
     one, other = (save(checkpoints, step) for step in (16, 17))
     for saved in (one, other):
         send(s3, saved)
-    record = bucket.get(bucket.only(f"{one.generation}/{RECORD}"))
-    bucket.put(bucket.only(f"{other.generation}/{RECORD}"), record)
+    record = bucket.get(bucket.only(f"{one.generation}/{COMMIT_RECORD}"))
+    bucket.put(bucket.only(f"{other.generation}/{COMMIT_RECORD}"), record)
     copies, (unreadable,) = list_generation_copies(s3, RUN)
     assert [copy.saved.step for copy in copies] == [16]
-    assert unreadable.problem == f"{RECORD} is the record of another generation"
+    assert unreadable.problem == f"{COMMIT_RECORD} is the record of another generation"
 
 
 def test_a_damaged_save_is_not_copied(s3: ObjectStore, bucket: Bucket, checkpoints: Path) -> None:
@@ -290,7 +292,7 @@ def test_a_thousand_copies_are_listed_by_their_records_alone(plain: ObjectStore,
     for step in range(1, 1001):
         one = replace(saved, step=step, generation=f"{step:032x}")
         place = generation_key_prefix(RUN, step, one.generation)
-        plain.write(f"{place}{RECORD}", render_record(one).encode())
+        plain.write(f"{place}{COMMIT_RECORD}", render_commit_record(one).encode())
         plain.write(f"{place}manifest.json", b"")
     copies, broken = list_generation_copies(plain, RUN)
     assert [copy.saved.step for copy in copies] == list(range(1, 1001))
@@ -428,5 +430,5 @@ def test_a_save_that_stands_in_the_way_is_set_aside(s3: ObjectStore, checkpoints
     (saved.path / "data-00000.bin").write_bytes(b"")
     home = download_copy(s3, only_copy(s3), checkpoints)
     assert home.path == saved.path
-    assert [one.generation for one in read_saves(checkpoints)[0]] == [saved.generation]
+    assert [one.generation for one in read_saved_checkpoints(checkpoints)[0]] == [saved.generation]
     assert len(list(checkpoints.glob("damaged-step-00000016.*"))) == 1

@@ -22,7 +22,7 @@ from hpcrun.checkpoint.restore.outside_copies import find_local_inventory, rebui
 from hpcrun.checkpoint.restore.repair import RepairReport, find_repair_candidates, repair_generation
 from hpcrun.checkpoint.restore.sources import DirectoryCopy, NodeCopy
 from hpcrun.checkpoint.verify import find_generation_damages
-from hpcrun.specs.saves import RECORD, Saved, read_saves, saved_steps
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints, resumable_checkpoints
 from tests.checkpoint.generations import save
 from tests.checkpoint.injuries import INJURIES, Injury, flip
 from tests.checkpoint.nodes import Nodes
@@ -32,7 +32,7 @@ def snapshot(path: Path) -> dict[str, bytes]:
     return {one.name: one.read_bytes() for one in path.iterdir()}
 
 
-def chunk_at(saved: Saved, name: str, index: int = 0) -> tuple[Path, int]:
+def chunk_at(saved: SavedCheckpoint, name: str, index: int = 0) -> tuple[Path, int]:
     """The file of a chunk, and where its bytes begin there."""
     with GenerationReader(saved) as generation:
         _, place = generation.manifest.tensors[name].chunks[index]
@@ -59,7 +59,7 @@ def test_every_injury_is_repaired_from_a_copy(tmp_path: Path, injury: Injury) ->
     assert told.repaired == saved.path
     assert snapshot(saved.path) == before, "bit by bit what was written"
     assert snapshot(other.path) == earlier
-    assert saved_steps(root) == [other, saved]
+    assert resumable_checkpoints(root) == [other, saved]
     assert len(list(root.glob("damaged-step-00000004.*"))) == 1, "the damaged files are kept"
     assert repair_generation(saved.path) is None, "there is nothing left to do"
 
@@ -123,7 +123,7 @@ def test_files_that_are_whole_are_not_copied(tmp_path: Path) -> None:
     assert (saved.path / "data-00001.bin").stat().st_ino == inode
 
 
-def held(saved: Saved, number: int, path: Path, at: int = 0) -> InventoryEntry:
+def held(saved: SavedCheckpoint, number: int, path: Path, at: int = 0) -> InventoryEntry:
     """A part of a save as a node keeps it, in a file of its own."""
     with GenerationReader(saved) as generation:
         part = generation.manifest.parts[number]
@@ -177,7 +177,7 @@ def test_what_nodes_keep_is_found_in_memory_and_on_disks(tmp_path: Path) -> None
     assert find_local_inventory("other", "$NO_SUCH_VARIABLE/x", tmp_path) == []
 
 
-def save_with_parity(root: Path, count: int = 3) -> tuple[Saved, list[InventoryEntry]]:
+def save_with_parity(root: Path, count: int = 3) -> tuple[SavedCheckpoint, list[InventoryEntry]]:
     """A save of a rank on each node, and what is seen here of the nodes' memory: parity alone."""
     nodes = Nodes(locate_arena(root, "run-1", ""), count, 1)
     loads = nodes.loads(4, [1] * count)
@@ -186,7 +186,7 @@ def save_with_parity(root: Path, count: int = 3) -> tuple[Saved, list[InventoryE
     for one in [*nodes.store(loads), *stored]:
         one.result()
     nodes.close()
-    (saved,) = saved_steps(root / "checkpoints")
+    (saved,) = resumable_checkpoints(root / "checkpoints")
     return saved, find_local_inventory("run-1", None, root)
 
 
@@ -220,16 +220,16 @@ def test_record_and_manifest_are_made_again_from_what_nodes_keep(tmp_path: Path)
     saved = save(root, 4, files=2)
     before = snapshot(saved.path)
     holding = held(saved, 0, tmp_path / "a")
-    for name in (RECORD, MANIFEST_NAME):
+    for name in (COMMIT_RECORD, MANIFEST_NAME):
         (saved.path / name).unlink()
     told = repair_generation(saved.path)
     assert told is not None
-    assert told.problem == f"{RECORD} is damaged, and no other copy has it"
+    assert told.problem == f"{COMMIT_RECORD} is damaged, and no other copy has it"
     told = repair_generation(saved.path, [NodeCopy(holding)], [holding.stamp])
     assert told is not None
     assert told.problem is None
-    assert [what for what, _ in told.mended] == [MANIFEST_NAME, RECORD]
-    (found,) = saved_steps(root)
+    assert [what for what, _ in told.mended] == [MANIFEST_NAME, COMMIT_RECORD]
+    (found,) = resumable_checkpoints(root)
     assert replace(found, written=saved.written) == saved
     assert (saved.path / MANIFEST_NAME).read_bytes() == before[MANIFEST_NAME]
     with GenerationReader(found) as generation:
@@ -259,11 +259,11 @@ def test_a_copy_of_another_save_gives_nothing(tmp_path: Path) -> None:
 def test_a_save_that_no_file_can_name_is_left(tmp_path: Path) -> None:
     path = tmp_path / "step-00000004"
     path.mkdir()
-    (path / RECORD).write_text("{")
+    (path / COMMIT_RECORD).write_text("{")
     (path / "data-00000.bin").write_bytes(bytes(5000))
     told = mended(path)
     assert told.problem == "no file says which generation it is of"
-    assert [one.path for one in read_saves(tmp_path)[1]] == [path]
+    assert [one.path for one in read_saved_checkpoints(tmp_path)[1]] == [path]
 
 
 def test_a_full_disk_leaves_the_damaged_save_as_it_was(

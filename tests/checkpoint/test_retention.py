@@ -11,7 +11,7 @@ import pytest
 from hpcrun.checkpoint.commit import apply_retention, begin_generation
 from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.part_writer import write_part
-from hpcrun.specs.saves import RECORD, saved_steps
+from hpcrun.specs.saves import COMMIT_RECORD, resumable_checkpoints
 from tests.checkpoint.generations import content_of, pieces_of, save
 
 
@@ -27,13 +27,13 @@ def test_the_save_before_stays_the_newest_until_the_commit(tmp_path: Path) -> No
     """Neither what is loaded next nor what is deleted goes by a save that is still being written."""
     save(tmp_path, 2)
     aside = half_a_save(tmp_path, 4)
-    assert [one.step for one in saved_steps(tmp_path)] == [2]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [2]
     apply_retention(tmp_path, 1)
-    assert [one.step for one in saved_steps(tmp_path)] == [2]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [2]
     assert aside.is_dir(), "and the save in flight is left alone"
 
 
-@pytest.mark.parametrize("leave", [[], [RECORD], [RECORD, "data-00000.bin"]], ids=str)
+@pytest.mark.parametrize("leave", [[], [COMMIT_RECORD], [COMMIT_RECORD, "data-00000.bin"]], ids=str)
 def test_an_unfinished_newer_directory_deletes_no_whole_save(tmp_path: Path, leave: list[str]) -> None:
     """A directory under a committed name that was never committed, as an rsync or a crash may leave it."""
     save(tmp_path, 2)
@@ -42,7 +42,7 @@ def test_an_unfinished_newer_directory_deletes_no_whole_save(tmp_path: Path, lea
     for name in leave:
         (unfinished / name).write_bytes(b"")
     apply_retention(tmp_path, 1)
-    assert [one.step for one in saved_steps(tmp_path)] == [2]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [2]
     assert unfinished.is_dir()
 
 
@@ -53,9 +53,9 @@ def test_no_pointer_leads_astray(tmp_path: Path) -> None:
     (tmp_path / "latest").symlink_to("step-00000009")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("9")
     (tmp_path / "step-latest").write_text("9")
-    assert [one.step for one in saved_steps(tmp_path)] == [2, 4]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [2, 4]
     apply_retention(tmp_path, 1)
-    assert [one.step for one in saved_steps(tmp_path)] == [4]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [4]
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOENT])

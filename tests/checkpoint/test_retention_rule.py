@@ -9,7 +9,7 @@ import pytest
 
 from hpcrun.checkpoint.commit import apply_retention, find_garbage
 from hpcrun.checkpoint.policy.retention import RetentionRule, count_kept_saves, find_linked_saves
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.generations import save
 
 
@@ -53,7 +53,7 @@ def test_a_running_job_and_cleaning_up_keep_the_same(tmp_path: Path) -> None:
     found, _ = find_garbage(tmp_path, 1, in_flight=True, damaged=False, keep_every=4)
     assert [one.path.name for one in found] == ["step-00000005", "step-00000006"]
     apply_retention(tmp_path, 1, keep_every=4)
-    assert [one.step for one in saved_steps(tmp_path)] == [2, 4, 8]
+    assert [one.step for one in resumable_checkpoints(tmp_path)] == [2, 4, 8]
     assert find_garbage(tmp_path, 1, in_flight=True, damaged=False, keep_every=4) == ([], [])
 
 

@@ -16,14 +16,14 @@ from hpcrun.checkpoint.restore.decide import decide_restore
 from hpcrun.checkpoint.restore.intact_parts import find_intact_parts
 from hpcrun.checkpoint.restore_plan import SHARED_NODE
 from hpcrun.errors import SiteError
-from hpcrun.specs.saves import Saved
+from hpcrun.specs.saves import SavedCheckpoint
 from tests.checkpoint.generations import content_of, save
 from tests.checkpoint.loads import load_of
 
 ALL = range(4)
 
 
-def stamp_of(saved: Saved) -> GenerationId:
+def stamp_of(saved: SavedCheckpoint) -> GenerationId:
     return GenerationId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
 
 

@@ -29,7 +29,7 @@ from hpcrun.checkpoint.lustre.storage import (
 )
 from hpcrun.process import CompletedCommand
 from hpcrun.specs.checkpoint import DurableSpec
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.killed_writer import whole_steps
 from tests.checkpoint.loads import load_of
 from tests.checkpoint.lustre_stand_in import RAID0, Emulated, main, ost
@@ -401,7 +401,7 @@ def station(lustre: Emulated, **options: Any) -> DurableTier:
 @pytest.mark.parametrize("direct", [False, True])
 def test_a_committed_save_tells_the_layout_of_its_files(lustre: Emulated, direct: bool) -> None:
     facts = station(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
-    (saved,) = saved_steps(lustre.mount / "checkpoints")
+    (saved,) = resumable_checkpoints(lustre.mount / "checkpoints")
     told = GenerationReader(saved).manifest.layout["data-00000.bin"]
     assert told["asked"] == ["-c", "1", "-S", "4M", "-i", "-1"]
     assert told["layout"][0]["osts"] == [0]
@@ -414,7 +414,7 @@ def test_of_a_progressive_layout_what_the_file_has_grown_into_is_told(lustre: Em
     place = CheckpointStorage(lustre.mount, DurableSpec(), mountinfo=lustre.mountinfo)
     hooks: dict[str, Any] = {"prepare_file": place.prepare_file, "layout_facts": place.layout_facts}
     station(lustre, **hooks).store(load_of(2, range(2), 2, 0))
-    (saved,) = saved_steps(lustre.mount / "checkpoints")
+    (saved,) = resumable_checkpoints(lustre.mount / "checkpoints")
     told = GenerationReader(saved).manifest.layout["data-00000.bin"]
     assert [one["osts"] for one in told["layout"]] == [[0], [1, 2], []]
 
@@ -436,7 +436,7 @@ def test_an_ost_that_is_full_in_the_middle_of_a_save_is_left_for_another(
 
     monkeypatch.setattr(os, "pwrite", full)
     station(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
-    (saved,) = saved_steps(lustre.mount / "checkpoints")
+    (saved,) = resumable_checkpoints(lustre.mount / "checkpoints")
     told = GenerationReader(saved).manifest.layout["data-00000.bin"]
     assert told["layout"][0]["osts"] == [1]
     assert "OST 0 avoided: out of space in this save" in told["reasons"]

@@ -17,7 +17,7 @@ from hpcrun.checkpoint.format import HEADER_BYTES
 from hpcrun.checkpoint.levels import parse_inventory_entry
 from hpcrun.checkpoint.lustre.storage import find_mount
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.killed_writer import whole_steps
 from tests.checkpoint.workers import PATIENCE_S, Host, Rank, ranks_of
 
@@ -94,7 +94,7 @@ def test_two_nodes_commit_one_generation(start: MakeHost, run: RunDir) -> None:
         published = step
     assert [host.end() for host in hosts] == [0, 0]
     assert whole_steps(run.checkpoints) == ([4, 6], [])
-    assert [one.world_size for one in saved_steps(run.checkpoints)] == [4, 4]
+    assert [one.world_size for one in resumable_checkpoints(run.checkpoints)] == [4, 4]
 
 
 def test_a_node_that_may_not_write_fails_the_save_and_training_goes_on(
@@ -109,7 +109,7 @@ def test_a_node_that_may_not_write_fails_the_save_and_training_goes_on(
         rank.save(2, ["durable"])
     for rank in everyone:
         assert "File too large" in rank.wait("failed", level="durable")["why"]
-    assert saved_steps(run.checkpoints) == []
+    assert resumable_checkpoints(run.checkpoints) == []
     assert list(run.checkpoints.rglob("data-*.bin")) == []
     resource.prlimit(hosts[1].process.pid, resource.RLIMIT_FSIZE, limits)
     for rank in everyone:
@@ -220,7 +220,7 @@ def test_another_node_does_not_wait_for_a_worker_that_was_lost(start: MakeHost, 
     hosts[1].kill()
     start("n2")
     assert "the drain worker was lost" in nodes[0][0].wait("failed", level="durable")["why"]
-    assert saved_steps(run.checkpoints) == []
+    assert resumable_checkpoints(run.checkpoints) == []
 
 
 def test_a_rank_that_dies_leaves_garbage_that_is_used_again(start: MakeHost) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import HpcrunError
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.faults import Case, SkippedError, Told
 from tests.checkpoint.injuries import flip
 
@@ -122,7 +122,7 @@ def late(root: Path, quick: bool) -> Told:
             finally:
                 os.stat = true
     vars(direct_checkpoint)["_PAUSE_S"] = pause
-    if [one.step for one in saved_steps(checkpoints)] != [1, 2]:
+    if [one.step for one in resumable_checkpoints(checkpoints)] != [1, 2]:
         told.silent += 1
     return told
 

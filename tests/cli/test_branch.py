@@ -18,8 +18,8 @@ from hpcrun.checkpoint.flush.local_tier import LocalTier
 from hpcrun.checkpoint.objects.catalogue import generation_key_prefix
 from hpcrun.errors import UsageError
 from hpcrun.runs.run_state import read_run_state, read_run_states
-from hpcrun.specs.identity import Place, read_identity
-from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
+from hpcrun.specs.identity import DirectoryLocation, read_run_identity
+from hpcrun.specs.provenance import Provenance, SubmissionRecord, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run, find_run
 
@@ -38,7 +38,7 @@ def make_run(name: str = "r", root: Path | None = None) -> RunDir:
     """A run that goes on, as job 4242 and as this very process."""
     run = create_run(name, root)
     run.spec.write_text("name: r\ncommand: ['true']\n")
-    write_provenance(run, ORIGIN.submitted(Submission(2.0, job=4242)))
+    write_provenance(run, ORIGIN.submitted(SubmissionRecord(2.0, job=4242)))
     attempt = run.attempt(1).create()
     ticks = process.start_ticks(os.getpid())
     record = {"pid": os.getpid(), "start_ticks": ticks, "host": HERE, "started": 3.0}
@@ -148,11 +148,13 @@ def test_a_run_that_was_restored_where_it_was_is_still_itself(runs_root: Path, t
 
 
 def test_an_inode_says_nothing_on_another_device() -> None:
-    here = Place("h", "/b", 1, 7)
-    assert here.is_same_inode(Place("h", "/a", 1, 7))
-    assert here.is_same_inode(Place("other", "/a", 2, 7)), "NFS has other numbers of devices elsewhere"
-    assert not here.is_same_inode(Place("h", "/a", 2, 7))
-    assert not here.is_same_inode(Place("h", "/a", 1, 8))
+    here = DirectoryLocation("h", "/b", 1, 7)
+    assert here.is_same_inode(DirectoryLocation("h", "/a", 1, 7))
+    assert here.is_same_inode(DirectoryLocation("other", "/a", 2, 7)), (
+        "NFS has other numbers of devices elsewhere"
+    )
+    assert not here.is_same_inode(DirectoryLocation("h", "/a", 2, 7))
+    assert not here.is_same_inode(DirectoryLocation("h", "/a", 1, 8))
 
 
 def test_a_copied_sweep_has_elements_of_its_own(runs_root: Path) -> None:
@@ -179,7 +181,7 @@ def test_copies_that_would_share_their_saves_are_refused(runs_root: Path, tmp_pa
     made = copy(run)
     with pytest.raises(UsageError, match="would share their saves; copy the run with cp -rL"):
         find_run("copy", use="act")
-    identity = read_identity(made.path)
+    identity = read_run_identity(made.path)
     assert identity is not None
     assert not identity.is_at(made.path)
 

@@ -14,8 +14,8 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.specs.saves import read_saves
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.saves import read_saved_checkpoints
+from hpcrun.specs.shipped import shipped_file
 from tests.checkpoint.generations import save
 
 
@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> str:
 def done(runs_root: Path, store: str) -> RunDir:
     """A finished run whose job names a store, with saves of steps 2 and 4."""
     made = create_run("done")
-    job = load_job(shipped("jobs/demo.yaml"), [f"checkpoint.object.url={store}", "checkpoint.memory=1"])
+    job = load_job(shipped_file("jobs/demo.yaml"), [f"checkpoint.object.url={store}", "checkpoint.memory=1"])
     made.spec.write_text(render_job(job.spec), encoding="utf-8")
     write_json(made.exit, {"status": "done", "exit_code": 0, "attempt": 1, "step": 4})
     for step in (2, 4):
@@ -54,7 +54,7 @@ def done(runs_root: Path, store: str) -> RunDir:
 
 
 def test_a_step_goes_there_and_back(done: RunDir, store: str) -> None:
-    generation = read_saves(done.checkpoints)[0][-1].generation
+    generation = read_saved_checkpoints(done.checkpoints)[0][-1].generation
     place = f"{store}/{done.run_id}/step-00000004.{generation}"
     planned = said("upload", done.path, "--dry-run")
     assert planned.startswith(f"would copy step 4 to {place}: 2 objects, ")
@@ -93,7 +93,9 @@ def test_ls_shows_copies_beside_saves(done: RunDir, store: str) -> None:
 
 
 def test_ls_without_the_store_says_what_is_unknown(done: RunDir) -> None:
-    job = load_job(shipped("jobs/demo.yaml"), ["checkpoint.object.url=nonsense://x/y", "checkpoint.memory=1"])
+    job = load_job(
+        shipped_file("jobs/demo.yaml"), ["checkpoint.object.url=nonsense://x/y", "checkpoint.memory=1"]
+    )
     done.spec.write_text(render_job(job.spec), encoding="utf-8")
     result = run("ls", done.path)
     assert result.exit_code == 0
@@ -105,7 +107,7 @@ def test_ls_without_the_store_says_what_is_unknown(done: RunDir) -> None:
 
 
 def test_a_run_whose_job_has_no_store_is_told_where(done: RunDir, store: str) -> None:
-    done.spec.write_text(render_job(load_job(shipped("jobs/demo.yaml")).spec), encoding="utf-8")
+    done.spec.write_text(render_job(load_job(shipped_file("jobs/demo.yaml")).spec), encoding="utf-8")
     for verb in ("upload", "download"):
         result = run(verb, done.path)
         assert isinstance(result.exception, UsageError)

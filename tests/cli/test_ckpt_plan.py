@@ -15,7 +15,7 @@ from hpcrun.errors import UsageError
 from hpcrun.formulas import model_parameters
 from hpcrun.specs.load import load_job
 from hpcrun.specs.rundir import create_run
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 from tests.launch.test_history import write
 from tests.launch.test_ledger import undisturbed
 
@@ -49,7 +49,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def lama(tmp_path: Path) -> Path:
     job = tmp_path / "llama3-8b.yaml"
-    job.write_text(shipped("jobs/llama3-8b.yaml").read_text())
+    job.write_text(shipped_file("jobs/llama3-8b.yaml").read_text())
     (tmp_path / "books.bin").touch()
     return job
 
@@ -73,7 +73,7 @@ def profile(site: Path, runs_root: Path) -> None:
 
 
 def test_without_anything_known_nothing_is_made_up(runs_root: Path) -> None:
-    found = told(shipped("jobs/demo.yaml"))
+    found = told(shipped_file("jobs/demo.yaml"))
     assert found["sizes"]["whole"]["value"] == 853_120 * 12
     assert found["advice"] is None
     assert found["missing"] == ["the stall of durable"]
@@ -82,7 +82,7 @@ def test_without_anything_known_nothing_is_made_up(runs_root: Path) -> None:
         "source": "no profile, and the job asks for none (resources.mem)",
     }
     assert found["rates"][-1]["per_s"] is None
-    text = run(shipped("jobs/demo.yaml")).stdout
+    text = run(shipped_file("jobs/demo.yaml")).stdout
     assert "not known: the stall of durable; run the job for a few saves" in text
     assert "left          unknown" in text
     assert "at most 3 saves, 30.7 MB: the newest 2" in text
@@ -98,7 +98,7 @@ def test_without_anything_known_nothing_is_made_up(runs_root: Path) -> None:
     ],
 )
 def test_parameters_of_the_stages_add_up_to_the_model(layout: list[str]) -> None:
-    resolved = load_job(shipped("jobs/demo.yaml"), layout)
+    resolved = load_job(shipped_file("jobs/demo.yaml"), layout)
     assert resolved.spec.model is not None
     stages = count_stage_parameters(resolved.spec, resolved.training_plan)
     assert len(stages) == resolved.spec.parallel.pp
@@ -172,14 +172,14 @@ def test_slots_that_do_not_fit_are_said(lama: Path) -> None:
 
 def test_times_of_earlier_runs_are_taken(runs_root: Path) -> None:
     made = write(create_run("demo"), undisturbed())
-    found = told(shipped("jobs/demo.yaml"), "--assume", "process=6h")
+    found = told(shipped_file("jobs/demo.yaml"), "--assume", "process=6h")
     assert found["levels"][0]["stall"] == {"value": 0.5, "source": f"median in {made.id}"}
     assert found["step"]["value"] == 1.0
     assert found["advice"]["keys"].keys() == {"checkpoint.every"}
     assert found["rates"][0] == {"kind": "process", "per_s": 1 / 21600, "source": "as given"}
-    other = told(shipped("jobs/demo.yaml"), "parallel.tp=1")
+    other = told(shipped_file("jobs/demo.yaml"), "parallel.tp=1")
     assert other["advice"] is None
-    assert told(shipped("jobs/demo.yaml"), "parallel.tp=1", "--from", made.id)["advice"] is not None
+    assert told(shipped_file("jobs/demo.yaml"), "parallel.tp=1", "--from", made.id)["advice"] is not None
 
 
 def test_the_object_store_is_reckoned_with(lama: Path) -> None:
@@ -199,11 +199,11 @@ def test_a_limit_below_the_interval_is_told(lama: Path) -> None:
 def test_what_is_assumed_has_to_make_sense(word: str) -> None:
     with pytest.raises(UsageError, match="--assume"):
         CliRunner().invoke(
-            app, ["plan", str(shipped("jobs/demo.yaml")), "--assume", word], catch_exceptions=False
+            app, ["plan", str(shipped_file("jobs/demo.yaml")), "--assume", word], catch_exceptions=False
         )
 
 
 def test_a_programs_own_saves_are_not_known(tmp_path: Path) -> None:
-    found = told(shipped("jobs/command.yaml"))
+    found = told(shipped_file("jobs/command.yaml"))
     assert found["sizes"]["whole"]["value"] is None
     assert found["kept"]["bytes"] is None

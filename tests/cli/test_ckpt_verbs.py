@@ -20,8 +20,8 @@ from hpcrun.errors import UsageError
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.specs.saves import RECORD
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.saves import COMMIT_RECORD
+from hpcrun.specs.shipped import shipped_file
 from tests.checkpoint import generations
 from tests.checkpoint.generations import save
 from tests.checkpoint.test_repair import save_with_parity
@@ -42,7 +42,7 @@ def told(*arguments: str | Path | int) -> dict[str, Any]:
 def saved_run(runs_root: Path) -> RunDir:
     """A finished run with saves of steps 2 and 4, of which the job wants to keep two."""
     made = create_run("done")
-    made.spec.write_text(render_job(load_job(shipped("jobs/demo.yaml")).spec), encoding="utf-8")
+    made.spec.write_text(render_job(load_job(shipped_file("jobs/demo.yaml")).spec), encoding="utf-8")
     write_json(made.exit, {"status": "done", "exit_code": 0, "attempt": 1, "step": 4})
     for step in (2, 4):
         save(made.checkpoints, step, files=2)
@@ -59,18 +59,18 @@ def test_ls_tells_complete_from_damaged_and_unknown(saved_run: RunDir) -> None:
     old = saved_run.checkpoints / "step-00000001"
     old.mkdir()
     record = {"format_version": 1, "step": 1, "position": 8, "world_size": 2, "attempt": 1}
-    write_json(old / RECORD, record)
+    write_json(old / COMMIT_RECORD, record)
     (saved_run.checkpoints / "step-00000004" / "data-00001.bin").write_bytes(b"")
     broken = saved_run.checkpoints / "step-00000005"
     broken.mkdir()
-    (broken / RECORD).write_text("{")
+    (broken / COMMIT_RECORD).write_text("{")
     found = told("ls", saved_run.path)
     assert [(one["step"], one["state"]) for one in found["steps"]] == [
         (1, "unknown"),
         (2, "complete"),
         (4, "damaged"),
     ]
-    assert found["damaged"] == [{"path": str(broken), "problem": f"{RECORD} is no record of a save"}]
+    assert found["damaged"] == [{"path": str(broken), "problem": f"{COMMIT_RECORD} is no record of a save"}]
     lines = run("ls", saved_run.path).stdout.splitlines()
     assert lines[1].startswith("step 2  16 samples  ")
     assert "  durable  2 ranks  complete  " in lines[1]
@@ -195,7 +195,9 @@ def test_gc_leaves_what_a_run_may_be_writing(saved_run: RunDir) -> None:
 def test_old_saves_are_unknown_and_not_opened(saved_run: RunDir) -> None:
     old = saved_run.checkpoints / "step-00000009"
     old.mkdir()
-    write_json(old / RECORD, {"format_version": 1, "step": 9, "position": 8, "world_size": 2, "attempt": 1})
+    write_json(
+        old / COMMIT_RECORD, {"format_version": 1, "step": 9, "position": 8, "world_size": 2, "attempt": 1}
+    )
     result = run("verify", saved_run.path, "--step", 9)
     assert result.exit_code == 0
     assert result.stdout == "step 9: unknown, format 1 holds no hashes\n"

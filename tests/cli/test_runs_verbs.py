@@ -13,7 +13,7 @@ import pytest
 
 from hpcrun import process
 from hpcrun.cli.main import main
-from hpcrun.specs.provenance import Provenance, Submission, write_provenance
+from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 
@@ -44,7 +44,7 @@ def make_run(
     return run
 
 
-def origin(name: str, *submissions: Submission) -> Provenance:
+def origin(name: str, *submissions: SubmissionRecord) -> Provenance:
     return Provenance(
         kind="train",
         name=name,
@@ -344,7 +344,7 @@ def test_the_list_of_one_state(gone: int, capsys: Capture) -> None:
 
 def test_everything_about_a_run(gone: int, capsys: Capture) -> None:
     run = make_run("r", pid=gone, ended={"status": "failed", "exit_code": 5, "message": "rank 1 died"})
-    write_provenance(run, origin("r", Submission(1.0, job=7, cluster="north", array="0-3%2")))
+    write_provenance(run, origin("r", SubmissionRecord(1.0, job=7, cluster="north", array="0-3%2")))
     attempt = run.attempt(1)
     write_json(
         attempt.supervisor, json.loads(attempt.supervisor.read_text()) | {"slurm_job": 7, "restarts": 0}
@@ -481,7 +481,7 @@ def test_without_slurm_here_a_job_s_state_is_unknown(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     run = make_run("r")
-    write_provenance(run, origin("r", Submission(1.0, job=7)))
+    write_provenance(run, origin("r", SubmissionRecord(1.0, job=7)))
     told = status_of(run, capsys)
     assert (told["state"], told["job"]) == ("unknown", "7")
     assert "squeue: cannot be run" in told["message"]

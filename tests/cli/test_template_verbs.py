@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from hpcrun.cli.template import app
 from hpcrun.errors import UsageError
-from hpcrun.slurm.template import Library
+from hpcrun.slurm.template import TemplateLibrary
 
 HEAVY = ("torch", "mpi4py", "numpy", "submitit")
 SITE = """\
@@ -42,7 +42,7 @@ def run(*arguments: str | Path) -> Result:
 def test_list_marks_what_is_hidden(site: Path) -> None:
     (site / "train.sbatch.j2").write_text(SITE)
     lines = [line.split() for line in run("list").stdout.splitlines()]
-    shipped = str(Library().find("shipped/train").path)
+    shipped = str(TemplateLibrary().find("shipped/train").path)
     assert [line for line in lines if line[0] == "train"] == [
         ["train", "site", str(site / "train.sbatch.j2")],
         ["train", "shipped", shipped, "(hidden)"],
@@ -95,7 +95,7 @@ def test_export_the_whole_text(tmp_path: Path) -> None:
     made = run("export", "shipped/base", "--to", tmp_path / "new", "--whole")
     path = tmp_path / "new" / "base.sbatch.j2"
     assert made.stdout == f"{path}\n"
-    assert path.read_text() == Library().find("shipped/base").path.read_text()
+    assert path.read_text() == TemplateLibrary().find("shipped/base").path.read_text()
 
 
 def test_check_says_what_is_wrong_and_exits_with_1(site: Path) -> None:

@@ -30,7 +30,7 @@ def main(run_dir, number, requests):
     from hpcrun.errors import NotANumberError
     from hpcrun.launch import rank_shim
     from hpcrun.launcher_world import detect_world
-    from hpcrun.specs.records import LineWriter, write_json
+    from hpcrun.specs.records import JsonLineWriter, write_json
     from hpcrun.specs.rundir import RunDir
     attempt, world = RunDir(Path(run_dir)).attempt(number), detect_world(os.environ)
     assert "torch" not in sys.modules and rank_shim.enter_rank(attempt, world) is requests
@@ -48,7 +48,7 @@ def main(run_dir, number, requests):
         step += 1
         requests.has_begun()
         if world.rank == 0:
-            writer = LineWriter(attempt.run.metrics)
+            writer = JsonLineWriter(attempt.run.metrics)
             writer.write({"attempt": number, "kind": "step", "step": step, "loss": 5 - step / 50})
             writer.close()
         while mode == "wait" and step == 2 and not requests.stop:

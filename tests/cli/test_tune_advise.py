@@ -12,7 +12,7 @@ from hpcrun.cli.submit import app as submit_app
 from hpcrun.cli.tune import app
 from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.specs.settings import Setting, Settings, write_settings
+from hpcrun.specs.settings import CommSetting, CommSettings, write_comm_settings
 
 PROFILE = "name: c\nnetwork: {interface: ib0, hcas: [mlx5_0], fabric: roce-spectrum}\n"
 JOB = "name: j\ncommand: [date]\nresources: {nodes: 2}\nenv: {NCCL_IB_TC: '96'}\n"
@@ -125,7 +125,7 @@ def started(runs_root: Path) -> RunDir:
     one = create_run("job")
     one.spec.write_text("name: job\n")
     attempt = one.attempt(1).create()
-    write_settings(attempt.settings, Settings((Setting("NCCL_IB_TC", "106", "why", "where"),)))
+    write_comm_settings(attempt.settings, CommSettings((CommSetting("NCCL_IB_TC", "106", "why", "where"),)))
     return one
 
 

@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "home"
     folder.mkdir()
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=str(folder)))
-    monkeypatch.setattr(environment, "SITE_CONF", tmp_path / "nccl.conf")
+    monkeypatch.setattr(environment, "NCCL_SITE_CONF", tmp_path / "nccl.conf")
     monkeypatch.setenv("HPCRUN_SITE", str(tmp_path / "site"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     return folder

@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from hpcrun.cli.tune import app
 from hpcrun.errors import HpcrunError, UsageError
-from hpcrun.specs.settings import parse_settings
-from hpcrun.tuning.log.applied_settings import prove
+from hpcrun.specs.settings import parse_comm_settings
+from hpcrun.tuning.log.applied_settings import check_applied_settings
 
 OUTPUT = Path(__file__).parents[1] / "data" / "tuning" / "nccl-tests" / "all-reduce-2.17.txt"
 QPS = "NCCL_IB_QPS_PER_CONNECTION"
@@ -80,12 +80,14 @@ def test_the_job_gets_what_is_measured_and_its_log_proves_it() -> None:
     assert told.startswith(f"{QPS}=4  # 1.26 times as fast in all_reduce of 256 MiB on 2 nodes (95 %:")
     assert "nothing to set" not in told
     assert "policy.yaml, row 1: 2026-11-30 by anna, 2 nodes x 4 ranks, NCCL 2.28.9, needs NCCL 2.28)" in told
-    settings = parse_settings(
+    settings = parse_comm_settings(
         json.loads(run("advise", "job.yaml", "--nccl-version", "2.28.3", "--json").stdout)
     )
     log = f"n1:1:1 [0] NCCL INFO {QPS} set by environment to 4."
-    assert [(one.name, one.verdict) for one in prove(settings, log)] == [(QPS, "applied")]
-    assert [one.verdict for one in prove(settings, f"{log}\nNCCL version 2.27.5+cuda12.4")] == ["ignored"]
+    assert [(one.name, one.verdict) for one in check_applied_settings(settings, log)] == [(QPS, "applied")]
+    assert [
+        one.verdict for one in check_applied_settings(settings, f"{log}\nNCCL version 2.27.5+cuda12.4")
+    ] == ["ignored"]
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,25 @@ from collections import Counter
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.collectives import collective_s
-from hpcrun.fabric.cost import Cost, Loads, cost, sites_of, streams_of
-from hpcrun.fabric.graph import Fabric, Grid, Level, flat
-from hpcrun.fabric.rounds import Algorithm, Collective, rounds
-from hpcrun.fabric.traffic import Flow, Pattern, Traffic, declared
+from hpcrun.fabric.collectives import estimate_collective_seconds
+from hpcrun.fabric.cost import (
+    LinkLoads,
+    PlacementCost,
+    compute_placement_cost,
+    find_topology_sites,
+    slot_flows,
+)
+from hpcrun.fabric.graph import Fabric, FabricLevel, Grid, flat_fabric
+from hpcrun.fabric.rounds import Collective, CollectiveAlgorithm, collective_rounds
+from hpcrun.fabric.traffic import Traffic, TrafficFlow, TrafficPattern, declared_traffic
 from hpcrun.mesh import AXES, ParallelDegrees
-from hpcrun.specs.placement import Placement, in_blocks
+from hpcrun.specs.placement import Placement, place_in_blocks
 
 MIB = 1 << 20
 RING_OF_4 = ParallelDegrees(dp_replicate=4)
 
 
-def tree(shape: dict[str, dict[str, int]], *levels: Level) -> Fabric:
+def tree(shape: dict[str, dict[str, int]], *levels: FabricLevel) -> Fabric:
     """Spines of leaves of so many nodes; nodes are called after their leaf."""
     units = [
         (f"{leaf}-{place}", leaf, spine, "core")
@@ -38,19 +44,21 @@ def racks(oversubscription: float | None = 20.0, bandwidth_Bps: float | None = 0
     """Two racks of four as the lab emulates them: 2 Gbit/s a node, 400 Mbit/s a rack."""
     return tree(
         {"spine": {"a": 4, "b": 4}},
-        Level("leaf", bandwidth_Bps, 1.0),
-        Level("spine", bandwidth_Bps, oversubscription),
+        FabricLevel("leaf", bandwidth_Bps, 1.0),
+        FabricLevel("spine", bandwidth_Bps, oversubscription),
     )
 
 
 def ring(size_bytes: int, ranks: int = 4) -> Traffic:
-    return Traffic((Flow("dp_replicate", "ring", ranks, size_bytes, 2 * (ranks - 1)),))
+    return Traffic((TrafficFlow("dp_replicate", "ring", ranks, size_bytes, 2 * (ranks - 1)),))
 
 
 def of(
     fabric: Fabric, nodes: str, traffic: Traffic, degrees: ParallelDegrees = RING_OF_4, per_node: int = 1
-) -> Cost:
-    return cost(fabric, in_blocks(nodes.split(), degrees.world_size, per_node), degrees, traffic)
+) -> PlacementCost:
+    return compute_placement_cost(
+        fabric, place_in_blocks(nodes.split(), degrees.world_size, per_node), degrees, traffic
+    )
 
 
 # --- by hand
@@ -83,7 +91,7 @@ def test_a_node_s_link_is_the_limit_inside_a_rack() -> None:
 
 
 def test_each_direction_of_a_link_is_counted_by_itself() -> None:
-    chain = Traffic((Flow("pp", "chain", 2, 25_000_000, 1),))
+    chain = Traffic((TrafficFlow("pp", "chain", 2, 25_000_000, 1),))
     found = of(racks(), "a-0 b-0", chain, ParallelDegrees(pp=2))
     assert found.seconds == pytest.approx(25e6 / (0.25e9 * 4 / 20))
     assert found.bytes[2] == 50_000_000
@@ -91,27 +99,31 @@ def test_each_direction_of_a_link_is_counted_by_itself() -> None:
 
 def test_groups_of_an_axis_share_an_uplink_and_axes_follow_each_other() -> None:
     degrees = ParallelDegrees(pp=2, dp_replicate=4)
-    pipeline = Flow("pp", "chain", 2, 10_000_000, 1)
+    pipeline = TrafficFlow("pp", "chain", 2, 10_000_000, 1)
     together = of(
         racks(), "a-0 a-1 a-2 a-3 b-0 b-1 b-2 b-3", Traffic((pipeline,)), degrees
     )  # four stages hand over at once
     assert together.seconds == pytest.approx(4 * 10e6 / 0.05e9)
-    both = Traffic((pipeline, Flow("dp_replicate", "ring", 4, 25_000_000, 1)))
+    both = Traffic((pipeline, TrafficFlow("dp_replicate", "ring", 4, 25_000_000, 1)))
     assert of(racks(), "a-0 a-1 a-2 a-3 b-0 b-1 b-2 b-3", both, degrees).seconds == pytest.approx(0.8 + 0.1)
 
 
 def test_what_stays_inside_a_node_is_free() -> None:
     found = of(
-        racks(), "a-0 b-0", declared(ParallelDegrees(tp=2), 4), ParallelDegrees(pp=2, tp=2), per_node=2
+        racks(),
+        "a-0 b-0",
+        declared_traffic(ParallelDegrees(tp=2), 4),
+        ParallelDegrees(pp=2, tp=2),
+        per_node=2,
     )
     assert found.seconds == 0
     assert found.bytes[0] == sum(found.bytes) > 0
 
 
 def test_messages_cost_the_latency_of_the_longest_way() -> None:
-    near, far = Level("leaf", 1e9, 1.0, 1e-6), Level("spine", 1e9, 1.0, 5e-6)
+    near, far = FabricLevel("leaf", 1e9, 1.0, 1e-6), FabricLevel("spine", 1e9, 1.0, 5e-6)
     fabric = tree({"s": {"a": 2, "b": 2}}, near, far)
-    sent = Traffic((Flow("dp_replicate", "ring", 2, 0, 10),))
+    sent = Traffic((TrafficFlow("dp_replicate", "ring", 2, 0, 10),))
     degrees = ParallelDegrees(dp_replicate=2)
     assert of(fabric, "a-0 a-1", sent, degrees).seconds == pytest.approx(10e-6)
     assert of(fabric, "a-0 b-0", sent, degrees).seconds == pytest.approx(60e-6)
@@ -119,17 +131,19 @@ def test_messages_cost_the_latency_of_the_longest_way() -> None:
 
 def test_a_block_s_fast_links_carry_only_what_stays_inside() -> None:
     """A node's link into the leaf is the limit as soon as its bytes leave the block."""
-    fabric = tree({"leaf": {"x": 4, "y": 4}}, Level("block", 100e9, 1.0), Level("leaf", 10e9, 1.0))
-    sent = Traffic((Flow("dp_replicate", "ring", 4, 10**9, 1),))
+    fabric = tree(
+        {"leaf": {"x": 4, "y": 4}}, FabricLevel("block", 100e9, 1.0), FabricLevel("leaf", 10e9, 1.0)
+    )
+    sent = Traffic((TrafficFlow("dp_replicate", "ring", 4, 10**9, 1),))
     assert of(fabric, "x-0 x-1 x-2 x-3", sent).seconds == pytest.approx(0.01)
     # The blocks' uplinks could carry 4 × 10 GB/s, the one node that sends 10.
     assert of(fabric, "x-0 x-1 y-0 y-1", sent).seconds == pytest.approx(0.1)
 
 
 def test_tp_outside_a_block_is_worse_than_any_time() -> None:
-    fabric = tree({"leaf": {"x": 2, "y": 2}}, Level("block", 1e9, 1.0), Level("leaf", 1e9, 1.0))
+    fabric = tree({"leaf": {"x": 2, "y": 2}}, FabricLevel("block", 1e9, 1.0), FabricLevel("leaf", 1e9, 1.0))
     degrees = ParallelDegrees(dp_replicate=2, tp=2)
-    sent = Traffic((Flow("dp_replicate", "ring", 2, 10**9, 1), Flow("tp", "ring", 2, 1, 1)))
+    sent = Traffic((TrafficFlow("dp_replicate", "ring", 2, 10**9, 1), TrafficFlow("tp", "ring", 2, 1, 1)))
     inside = of(fabric, "x-0 x-1 y-0 y-1", sent, degrees)
     outside = of(fabric, "x-0 y-0 x-1 y-1", sent, degrees)
     assert inside.seconds is not None
@@ -152,7 +166,7 @@ def test_without_bandwidths_bytes_at_the_outermost_level_decide(
 
 
 def test_nodes_that_meet_nowhere_have_no_time_and_come_last() -> None:
-    lone = tree({"s": {"a": 2}, "t": {"b": 2}}, Level("leaf", 1e9, 1.0), Level("spine", 1e9, 1.0))
+    lone = tree({"s": {"a": 2}, "t": {"b": 2}}, FabricLevel("leaf", 1e9, 1.0), FabricLevel("spine", 1e9, 1.0))
     degrees = ParallelDegrees(dp_replicate=2)
     apart = of(lone, "a-0 b-0", ring(MIB, 2), degrees)
     assert (apart.seconds, apart.bytes[-1]) == (None, 2 * MIB)
@@ -165,7 +179,7 @@ def test_a_node_that_the_topology_does_not_know_is_far_from_all() -> None:
 
 
 def test_no_topology_means_no_difference() -> None:
-    fabric = flat(["a", "b", "c", "d"], "nothing")
+    fabric = flat_fabric(["a", "b", "c", "d"], "nothing")
     assert of(fabric, "a b c d", ring(MIB)).key == of(fabric, "a c b d", ring(MIB)).key
 
 
@@ -186,10 +200,10 @@ def test_a_cost_prints_and_dumps() -> None:
 
 # --- the model, computed again in the plainest way
 
-PATTERNS: tuple[Pattern, ...] = ("ring", "chain", "loop", "all_to_all")
+PATTERNS: tuple[TrafficPattern, ...] = ("ring", "chain", "loop", "all_to_all")
 
 
-def sent_by_rank(flow: Flow, degrees: ParallelDegrees) -> Counter[tuple[int, int]]:
+def sent_by_rank(flow: TrafficFlow, degrees: ParallelDegrees) -> Counter[tuple[int, int]]:
     """Bytes from rank to rank, from the coordinates in the mesh."""
     groups: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank in range(degrees.world_size):
@@ -256,14 +270,18 @@ def drawn(draw: random.Random) -> tuple[Fabric, ParallelDegrees, Traffic]:
         for spine in range(draw.randint(1, 2))
     }
     levels = [
-        Level(name, draw.choice((1e9, 2e9, 5e9)), draw.choice((1.0, 2.0, 3.0)), draw.choice((None, 1e-5)))
+        FabricLevel(
+            name, draw.choice((1e9, 2e9, 5e9)), draw.choice((1.0, 2.0, 3.0)), draw.choice((None, 1e-5))
+        )
         for name in ("leaf", "spine", "core")
     ]
     degrees = ParallelDegrees(
         **{axis: draw.choice((1, 1, 2, 3)) for axis in AXES[:-1]}, tp=draw.choice((1, 2))
     )
     flows = [
-        Flow(axis, draw.choice(PATTERNS), size, draw.choice((0, 1, 10**6, 7654321)), draw.randint(1, 9))
+        TrafficFlow(
+            axis, draw.choice(PATTERNS), size, draw.choice((0, 1, 10**6, 7654321)), draw.randint(1, 9)
+        )
         for axis, size in zip(AXES, degrees.shape, strict=True)
         if size > 1 and draw.random() < 0.8
     ]
@@ -277,7 +295,7 @@ def test_the_cost_is_that_of_the_model_in_its_plainest_form(seed: int) -> None:
     # Any placement, also with ranks strewn over the nodes.
     ranks = tuple(draw.choice(fabric.nodes) for _ in range(degrees.world_size))
     placement = Placement(ranks)
-    assert cost(fabric, placement, degrees, traffic).seconds == pytest.approx(
+    assert compute_placement_cost(fabric, placement, degrees, traffic).seconds == pytest.approx(
         plain_seconds(fabric, placement, degrees, traffic)
     )
 
@@ -287,9 +305,9 @@ def test_moves_leave_the_same_loads_behind_as_a_fresh_start(seed: int) -> None:
     draw = random.Random(seed)
     fabric, degrees, traffic = drawn(draw)
     slots = degrees.world_size
-    streams = streams_of(traffic, degrees, range(slots))
-    sites, _ = sites_of(fabric, fabric.nodes)
-    moved, where = Loads(fabric, sites, slots, streams), [-1] * slots
+    streams = slot_flows(traffic, degrees, range(slots))
+    sites, _ = find_topology_sites(fabric, fabric.nodes)
+    moved, where = LinkLoads(fabric, sites, slots, streams), [-1] * slots
     for _ in range(4 * slots):
         slot, site = draw.randrange(slots), draw.randrange(-1, len(sites))
         moved.move(slot, site)
@@ -297,7 +315,7 @@ def test_moves_leave_the_same_loads_behind_as_a_fresh_start(seed: int) -> None:
     where = [max(0, site) for site in where]
     for slot, site in enumerate(where):
         moved.move(slot, site)
-    fresh = Loads(fabric, sites, slots, streams)
+    fresh = LinkLoads(fabric, sites, slots, streams)
     fresh.place(where)
     assert moved.key() == fresh.key()
 
@@ -307,8 +325,8 @@ def test_the_key_of_a_part_is_never_above_the_key_of_the_whole() -> None:
         draw = random.Random(seed)
         fabric, degrees, traffic = drawn(draw)
         slots = degrees.world_size
-        sites, _ = sites_of(fabric, fabric.nodes)
-        loads = Loads(fabric, sites, slots, streams_of(traffic, degrees, range(slots)))
+        sites, _ = find_topology_sites(fabric, fabric.nodes)
+        loads = LinkLoads(fabric, sites, slots, slot_flows(traffic, degrees, range(slots)))
         keys = []
         for slot in range(slots):
             loads.move(slot, draw.randrange(len(sites)))
@@ -319,10 +337,10 @@ def test_the_key_of_a_part_is_never_above_the_key_of_the_whole() -> None:
 # --- single collectives
 
 
-def delivered(collective: Collective, algorithm: Algorithm, ranks: int) -> list[set[int]]:
+def delivered(collective: Collective, algorithm: CollectiveAlgorithm, ranks: int) -> list[set[int]]:
     """Whose data each rank has at the end, when a message brings all that its sender had."""
     have = [{rank} for rank in range(ranks)]
-    for one in rounds(collective, algorithm, ranks):
+    for one in collective_rounds(collective, algorithm, ranks):
         for _ in range(one.times):
             before = [set(own) for own in have]
             for sender, receiver in one.pairs:
@@ -332,7 +350,7 @@ def delivered(collective: Collective, algorithm: Algorithm, ranks: int) -> list[
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 12])
 @pytest.mark.parametrize("algorithm", ["ring", "recursive_doubling", "halving_doubling", "tree"])
-def test_an_allreduce_brings_everything_to_everybody(algorithm: Algorithm, ranks: int) -> None:
+def test_an_allreduce_brings_everything_to_everybody(algorithm: CollectiveAlgorithm, ranks: int) -> None:
     assert delivered("all_reduce", algorithm, ranks) == [set(range(ranks))] * ranks
 
 
@@ -349,21 +367,23 @@ def test_an_allreduce_brings_everything_to_everybody(algorithm: Algorithm, ranks
     ],
 )
 def test_algorithms_that_waste_no_bandwidth_send_the_least_that_can_be(
-    collective: Collective, algorithm: Algorithm, shares: float, ranks: int
+    collective: Collective, algorithm: CollectiveAlgorithm, shares: float, ranks: int
 ) -> None:
-    sent = sum(one.share * one.times for one in rounds(collective, algorithm, ranks))
+    sent = sum(one.share * one.times for one in collective_rounds(collective, algorithm, ranks))
     assert sent == pytest.approx(shares * (ranks - 1) / ranks)
 
 
 def test_a_broadcast_reaches_everybody_in_as_few_rounds_as_can_be() -> None:
     assert all(0 in have for have in delivered("broadcast", "tree", 11))
-    assert len(rounds("broadcast", "tree", 11)) == 4
+    assert len(collective_rounds("broadcast", "tree", 11)) == 4
 
 
 def test_groups_share_the_uplink_they_both_cross() -> None:
     one = [["a-0", "a-1", "b-0", "b-1"]]
     two = [*one, ["a-2", "a-3", "b-2", "b-3"]]
-    alone, shared = (collective_s(racks(), groups, "all_reduce", "ring", 8 * MIB) for groups in (one, two))
+    alone, shared = (
+        estimate_collective_seconds(racks(), groups, "all_reduce", "ring", 8 * MIB) for groups in (one, two)
+    )
     assert alone is not None
     assert alone == pytest.approx(of(racks(), "a-0 a-1 b-0 b-1", ring(2 * 3 * 8 * MIB // 4)).seconds)
     assert shared == pytest.approx(2 * alone)
@@ -371,27 +391,30 @@ def test_groups_share_the_uplink_they_both_cross() -> None:
 
 def test_what_comes_in_loads_a_link_as_what_goes_out_does() -> None:
     """Two racks that send to a third one: its uplink has twice what each of theirs has."""
-    fabric = tree({"s": {"a": 1, "b": 1, "c": 1}}, Level("leaf", 8e9, 1.0), Level("spine", 8e9, 8.0))
-    alone = collective_s(fabric, [["a-0", "c-0"]], "send", "direct", 10**9)
-    to_one = collective_s(fabric, [["a-0", "c-0"], ["b-0", "c-0"]], "send", "direct", 10**9)
-    from_one = collective_s(fabric, [["c-0", "a-0"], ["c-0", "b-0"]], "send", "direct", 10**9)
+    fabric = tree(
+        {"s": {"a": 1, "b": 1, "c": 1}}, FabricLevel("leaf", 8e9, 1.0), FabricLevel("spine", 8e9, 8.0)
+    )
+    alone = estimate_collective_seconds(fabric, [["a-0", "c-0"]], "send", "direct", 10**9)
+    to_one = estimate_collective_seconds(fabric, [["a-0", "c-0"], ["b-0", "c-0"]], "send", "direct", 10**9)
+    from_one = estimate_collective_seconds(fabric, [["c-0", "a-0"], ["c-0", "b-0"]], "send", "direct", 10**9)
     assert (alone, to_one, from_one) == (1.0, 2.0, 2.0)
 
 
 def test_groups_on_the_same_nodes_share_their_links() -> None:
     one, two = (
-        collective_s(racks(), [["a-0", "a-1"]] * groups, "send", "direct", 10**9) for groups in (1, 2)
+        estimate_collective_seconds(racks(), [["a-0", "a-1"]] * groups, "send", "direct", 10**9)
+        for groups in (1, 2)
     )
     assert one is not None
     assert two == pytest.approx(2 * one)
 
 
 def test_small_messages_want_few_rounds_and_large_ones_little_traffic() -> None:
-    slow = Level("leaf", 1e9, 1.0, 1e-3)
+    slow = FabricLevel("leaf", 1e9, 1.0, 1e-3)
     fabric = tree({"s": {"a": 8}}, slow)
 
-    def time(algorithm: Algorithm, size_bytes: int) -> float:
-        found = collective_s(fabric, [fabric.nodes], "all_reduce", algorithm, size_bytes)
+    def time(algorithm: CollectiveAlgorithm, size_bytes: int) -> float:
+        found = estimate_collective_seconds(fabric, [fabric.nodes], "all_reduce", algorithm, size_bytes)
         assert found is not None
         return found
 
@@ -402,11 +425,11 @@ def test_small_messages_want_few_rounds_and_large_ones_little_traffic() -> None:
 
 
 def test_a_collective_without_bandwidths_has_no_time() -> None:
-    assert collective_s(racks(None), [["a-0", "b-0"]], "send", "direct", 1) is None
+    assert estimate_collective_seconds(racks(None), [["a-0", "b-0"]], "send", "direct", 1) is None
 
 
 def test_an_algorithm_of_another_collective_is_refused() -> None:
     with pytest.raises(UsageError, match="broadcast: has no algorithm ring; use tree"):
-        collective_s(racks(), [["a-0", "a-1"]], "broadcast", "ring", 1)
+        estimate_collective_seconds(racks(), [["a-0", "a-1"]], "broadcast", "ring", 1)
     with pytest.raises(UsageError, match=r"groups are of one size, these have \[1, 2\] ranks"):
-        collective_s(racks(), [["a-0", "a-1"], ["b-0"]], "send", "direct", 1)
+        estimate_collective_seconds(racks(), [["a-0", "a-1"], ["b-0"]], "send", "direct", 1)

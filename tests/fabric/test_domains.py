@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcrun.fabric.domains import failure_domains
-from hpcrun.fabric.graph import flat
+from hpcrun.fabric.graph import flat_fabric
 from tests.fabric.test_graph import TWO_RACKS
 
 
@@ -15,4 +15,4 @@ def test_every_level_has_the_unit_of_every_node_innermost_first() -> None:
 
 
 def test_a_fabric_of_which_nothing_is_known_has_no_levels() -> None:
-    assert failure_domains(flat(["n1", "n2"], "unknown"), ["n1", "n2"]) == {}
+    assert failure_domains(flat_fabric(["n1", "n2"], "unknown"), ["n1", "n2"]) == {}

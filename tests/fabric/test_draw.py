@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.draw import svg, tree_text
-from hpcrun.fabric.graph import Fabric, Grid, Level, flat
-from hpcrun.fabric.topology_reader import read_topology
+from hpcrun.fabric.draw import render_fabric_tree, render_placement_svg
+from hpcrun.fabric.graph import Fabric, FabricLevel, Grid, flat_fabric
+from hpcrun.fabric.topology_reader import parse_fabric
 from hpcrun.mesh import ParallelDegrees
-from hpcrun.specs.placement import Placement, in_blocks
+from hpcrun.specs.placement import Placement, place_in_blocks
 
-TWO_RACKS = read_topology(
+TWO_RACKS = parse_fabric(
     "SwitchName=leaf1 Level=0 Nodes=n[1-4]\nSwitchName=rackB Level=0 Nodes=n[5-8]\n"
     "SwitchName=spine Level=1 Nodes=n[1-8],nfs Switches=leaf1,rackB\n",
     name="two racks",
@@ -24,7 +24,7 @@ TWO_RACKS = read_topology(
 def test_states_ranks_and_spares() -> None:
     states = dict.fromkeys(TWO_RACKS.nodes, "idle") | {"n2": "drained", "n7": "allocated", "n8": "allocated"}
     del states["nfs"]
-    text = tree_text(TWO_RACKS, states, in_blocks(["n3", "n1"], 8, 4), ["n4"])
+    text = render_fabric_tree(TWO_RACKS, states, place_in_blocks(["n3", "n1"], 8, 4), ["n4"])
     assert text.splitlines() == [
         "9 nodes, 5 free",
         "└─ spine: 9 nodes, 5 free",
@@ -40,7 +40,7 @@ def test_states_ranks_and_spares() -> None:
 
 
 def test_without_states_nothing_is_said_about_what_is_free() -> None:
-    assert tree_text(TWO_RACKS).splitlines()[:3] == [
+    assert render_fabric_tree(TWO_RACKS).splitlines()[:3] == [
         "9 nodes",
         "└─ spine: 9 nodes",
         "   ├─ leaf1: 4 nodes: n[1-4]",
@@ -48,7 +48,7 @@ def test_without_states_nothing_is_said_about_what_is_free() -> None:
 
 
 def test_ranks_that_do_not_follow_each_other() -> None:
-    text = tree_text(TWO_RACKS, {}, Placement(("n1", "n2", "n1", "n2", "n1")))
+    text = render_fabric_tree(TWO_RACKS, {}, Placement(("n1", "n2", "n1", "n2", "n1")))
     assert "ranks 0,2,4 on n1" in text
     assert "ranks 1,3 on n2" in text
 
@@ -56,13 +56,13 @@ def test_ranks_that_do_not_follow_each_other() -> None:
 def large(racks: int) -> Fabric:
     nodes = tuple(f"n{number:03}" for number in range(racks * 8))
     units = tuple((f"leaf{number // 8:02}", f"spine{number // 80}") for number in range(racks * 8))
-    return Fabric(nodes, (Level("leaf"), Level("spine")), units)
+    return Fabric(nodes, (FabricLevel("leaf"), FabricLevel("spine")), units)
 
 
 def test_four_hundred_nodes_fit_a_few_screens() -> None:
     fabric = large(50)
     states = dict.fromkeys(fabric.nodes, "idle") | {"n100": "down", "n101": "allocated"}
-    lines = tree_text(fabric, states, in_blocks(fabric.nodes[:40], 320, 8)).splitlines()
+    lines = render_fabric_tree(fabric, states, place_in_blocks(fabric.nodes[:40], 320, 8)).splitlines()
     assert len(lines) < 30
     assert max(map(len, lines)) < 110
     assert "│  │     ranks 64-127 on n[008-015]" in lines
@@ -71,21 +71,21 @@ def test_four_hundred_nodes_fit_a_few_screens() -> None:
 
 
 def test_no_topology_and_a_ring() -> None:
-    fabric = flat(["n1", "n2", "n3"], "nothing")
-    assert tree_text(fabric, {"n1": "idle", "n2": "mixed"}).splitlines() == [
+    fabric = flat_fabric(["n1", "n2", "n3"], "nothing")
+    assert render_fabric_tree(fabric, {"n1": "idle", "n2": "mixed"}).splitlines() == [
         "3 nodes, 1 free",
         "   idle n1",
         "   mixed n2",
         "   unknown n3",
     ]
     ring = Fabric(("n1", "n2"), units=((), ()), grids=(Grid("r0", (2,), ("n1", "n2")),))
-    assert tree_text(ring).splitlines() == ["2 nodes", "   n[1-2]", "ring r0 of 2"]
+    assert render_fabric_tree(ring).splitlines() == ["2 nodes", "   n[1-2]", "ring r0 of 2"]
 
 
 def test_names_that_no_host_list_takes() -> None:
     units = (("a b",), ("c/1",), ("d;2",), ("<x>",))
-    fabric = Fabric(("n1", "n2", "n3", "n4"), (Level("leaf"),), units)
-    assert "└─ 4 leaves a b,c/1,d;2,<x>: 4 nodes: n[1-4]" in tree_text(fabric)
+    fabric = Fabric(("n1", "n2", "n3", "n4"), (FabricLevel("leaf"),), units)
+    assert "└─ 4 leaves a b,c/1,d;2,<x>: 4 nodes: n[1-4]" in render_fabric_tree(fabric)
 
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -118,8 +118,10 @@ def shapes(text: str) -> tuple[dict[int, str], list[str]]:
     ],
 )
 def test_ranks_of_one_group_have_one_colour(axis: str, groups: list[set[int]]) -> None:
-    placement = in_blocks(["n1", "n6", "n2", "n5"], 8, 2)
-    colours, texts = shapes(svg(TWO_RACKS, placement, ParallelDegrees(pp=2, dp_shard=2, tp=2), axis))
+    placement = place_in_blocks(["n1", "n6", "n2", "n5"], 8, 2)
+    colours, texts = shapes(
+        render_placement_svg(TWO_RACKS, placement, ParallelDegrees(pp=2, dp_shard=2, tp=2), axis)
+    )
     by_colour: dict[str, set[int]] = {}
     for rank, colour in colours.items():
         by_colour.setdefault(colour, set()).add(rank)
@@ -135,7 +137,9 @@ def test_racks_without_ranks_are_only_counted_and_many_ranks_wrap() -> None:
     fabric = large(30)
     nodes = [*fabric.nodes[:24], *fabric.nodes[100:104], "elsewhere"]
     placement = Placement(tuple(node for node in nodes for _ in range(16)))
-    colours, texts = shapes(svg(fabric, placement, ParallelDegrees(dp_shard=29, tp=16), "tp"))
+    colours, texts = shapes(
+        render_placement_svg(fabric, placement, ParallelDegrees(dp_shard=29, tp=16), "tp")
+    )
     assert len(colours) == 29 * 16
     assert "26 racks without ranks left out" in texts[0]
     assert "in no unit" in texts
@@ -143,8 +147,8 @@ def test_racks_without_ranks_are_only_counted_and_many_ranks_wrap() -> None:
 
 
 def test_what_stands_in_a_name_stays_text() -> None:
-    fabric = Fabric(("n1",), (Level("leaf"),), (("<script>\"&'",),))
-    text = svg(fabric, Placement(("n1",)), ParallelDegrees(), "tp")
+    fabric = Fabric(("n1",), (FabricLevel("leaf"),), (("<script>\"&'",),))
+    text = render_placement_svg(fabric, Placement(("n1",)), ParallelDegrees(), "tp")
     assert "<script>" not in text
     assert "<script>\"&'" in shapes(text)[1]
 
@@ -158,4 +162,4 @@ def test_what_stands_in_a_name_stays_text() -> None:
 )
 def test_another_axis_or_another_size_is_refused(axis: str, ranks: int, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        svg(TWO_RACKS, in_blocks(["n1"], ranks, 4), ParallelDegrees(tp=2), axis)
+        render_placement_svg(TWO_RACKS, place_in_blocks(["n1"], ranks, 4), ParallelDegrees(tp=2), axis)

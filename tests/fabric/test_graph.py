@@ -7,11 +7,11 @@ import json
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.graph import Fabric, Grid, Level, flat
+from hpcrun.fabric.graph import Fabric, FabricLevel, Grid, flat_fabric
 
 TWO_RACKS = Fabric(
     nodes=("a1", "a2", "b1", "b2", "fat", "nfs", "dns"),
-    levels=(Level("leaf", 10.0, 1.0), Level("spine", 10.0, 4.0, 1e-6), Level("core")),
+    levels=(FabricLevel("leaf", 10.0, 1.0), FabricLevel("spine", 10.0, 4.0, 1e-6), FabricLevel("core")),
     units=(
         ("a", "s1", "c"),
         ("a", "s1", "c"),
@@ -76,7 +76,7 @@ def test_rings_and_tori_have_distances_only() -> None:
     assert torus.hops("t0", "elsewhere") is None
 
 
-@pytest.mark.parametrize("fabric", [TWO_RACKS, flat(["a", "b"], "nothing", ["?"]), Fabric(())])
+@pytest.mark.parametrize("fabric", [TWO_RACKS, flat_fabric(["a", "b"], "nothing", ["?"]), Fabric(())])
 def test_json_and_back(fabric: Fabric) -> None:
     assert Fabric.from_json(json.loads(json.dumps(fabric.as_json()))) == fabric
 
@@ -89,5 +89,5 @@ def test_what_is_no_fabric_is_refused(values: dict[str, object]) -> None:
 
 def test_it_prints_on_one_line() -> None:
     assert str(TWO_RACKS) == "7 nodes: 3 leaves, 1 spine, 1 core (by hand)"
-    assert str(flat(["n1"], "Slurm")) == "1 node: no topology known (Slurm)"
+    assert str(flat_fabric(["n1"], "Slurm")) == "1 node: no topology known (Slurm)"
     assert str(Fabric((), grids=(Grid("r", (5,), ()),))) == "0 nodes: ring r of 5 (unknown)"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.node_topology import HostInside, Nic, fold_cpus, inside, parse_cpus
+from hpcrun.fabric.node_topology import Nic, NodeTopology, format_cpu_list, parse_cpu_list, read_node_topology
 from hpcrun.specs.placement import Binding
 
 DATA = Path(__file__).parents[1] / "data" / "topology" / "inside"
@@ -78,7 +78,7 @@ def tree(tmp_path: Path) -> Tree:
 
 
 @pytest.fixture
-def two_sockets(tree: Tree) -> HostInside:
+def two_sockets(tree: Tree) -> NodeTopology:
     """Four GPUs: two behind a switch each with an adapter, two below a host bridge with one down, one far."""
     tree.numa(node0="0-7,16-23", node1="8-15,24-31")
     for bus, number in (("17", 0), ("3a", 1)):
@@ -94,10 +94,10 @@ def two_sockets(tree: Tree) -> HostInside:
     tree.ethernet("eno1", "pci0000:00/0000:00:1c.0/0000:02:00.0", 0)
     tree.device("pci0000:00/0000:00:1d.0/0000:03:00.0", vendor=ASPEED, kind="0x030000", numa=0)
     tree.write("sys/class/net/lo/operstate", "unknown")
-    return inside(tree.root)
+    return read_node_topology(tree.root)
 
 
-def test_gpus_in_the_order_of_the_bus(two_sockets: HostInside) -> None:
+def test_gpus_in_the_order_of_the_bus(two_sockets: NodeTopology) -> None:
     assert [(gpu.index, gpu.address, gpu.numa, gpu.uuid) for gpu in two_sockets.gpus] == [
         (0, "0000:17:10.0", 0, "GPU-aaaa-0"),
         (1, "0000:3a:10.0", 0, "GPU-aaaa-1"),
@@ -107,7 +107,7 @@ def test_gpus_in_the_order_of_the_bus(two_sockets: HostInside) -> None:
     assert two_sockets.numa == {0: "0-7,16-23", 1: "8-15,24-31"}
 
 
-def test_adapters(two_sockets: HostInside) -> None:
+def test_adapters(two_sockets: NodeTopology) -> None:
     found = {nic.name: nic for nic in two_sockets.nics}
     assert list(found) == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_5", "mlx5_3", "mlx5_4", "eno1"]
     assert (found["mlx5_2"].up, found["mlx5_3"].up) == (False, True)
@@ -116,7 +116,7 @@ def test_adapters(two_sockets: HostInside) -> None:
     assert (found["eno1"].rdma, found["eno1"].address) == (False, "0000:02:00.0")
 
 
-def test_how_near_a_gpu_and_an_adapter_are(two_sockets: HostInside) -> None:
+def test_how_near_a_gpu_and_an_adapter_are(two_sockets: NodeTopology) -> None:
     near = two_sockets.near
     assert (near[0, "mlx5_0"], near[1, "mlx5_1"]) == ("PIX", "PIX")
     assert (near[0, "mlx5_1"], near[0, "mlx5_3"]) == ("NODE", "SYS")
@@ -127,14 +127,14 @@ def test_several_switches_are_farther_than_one(tree: Tree) -> None:
     root = "pci0000:16/0000:16:01.0/0000:17:00.0"
     tree.gpu(f"{root}/0000:18:00.0/0000:19:00.0/0000:1a:00.0/0000:1b:00.0", 0)
     tree.hca("mlx5_0", f"{root}/0000:18:01.0/0000:1c:00.0", 0)
-    assert inside(tree.root).near[0, "mlx5_0"] == "PXB"
+    assert read_node_topology(tree.root).near[0, "mlx5_0"] == "PXB"
 
 
 def names(nics: list[Nic | None]) -> list[str | None]:
     return [nic.name if nic else None for nic in nics]
 
 
-def test_the_nearest_adapter_is_up_and_fast_and_shared_out(two_sockets: HostInside) -> None:
+def test_the_nearest_adapter_is_up_and_fast_and_shared_out(two_sockets: NodeTopology) -> None:
     assert names([two_sockets.nearest_nic(gpu) for gpu in range(4)]) == [
         "mlx5_0",
         "mlx5_1",
@@ -147,16 +147,16 @@ def test_the_nearest_adapter_is_up_and_fast_and_shared_out(two_sockets: HostInsi
         two_sockets.nearest_nic(7)
 
 
-def test_cpus_of_a_gpu_are_those_that_the_job_has(two_sockets: HostInside) -> None:
+def test_cpus_of_a_gpu_are_those_that_the_job_has(two_sockets: NodeTopology) -> None:
     assert two_sockets.cpus_of(3) == "8-15,24-31"
     assert two_sockets.cpus_of(3, range(12)) == "8-11"
     assert two_sockets.cpus_of(3, range(4)) == "0-3"
-    assert two_sockets.far_from_its_cpus(range(4)) == (2, 3)
-    assert two_sockets.far_from_its_cpus(range(12)) == ()
-    assert two_sockets.far_from_its_cpus(()) == ()
+    assert two_sockets.gpus_far_from_cpus(range(4)) == (2, 3)
+    assert two_sockets.gpus_far_from_cpus(range(12)) == ()
+    assert two_sockets.gpus_far_from_cpus(()) == ()
 
 
-def test_what_each_local_rank_should_use(two_sockets: HostInside) -> None:
+def test_what_each_local_rank_should_use(two_sockets: NodeTopology) -> None:
     assert two_sockets.bind(4)[0] == Binding(0, 0, "GPU-aaaa-0", "mlx5_0", "0-7,16-23")
     assert [(one.gpu, one.nic) for one in two_sockets.bind(2, gpus=[3, 1])] == [(3, "mlx5_4"), (1, "mlx5_1")]
     assert [one.gpu for one in two_sockets.bind(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -168,7 +168,7 @@ def test_what_each_local_rank_should_use(two_sockets: HostInside) -> None:
 def test_ranks_without_gpus_are_spread_over_the_numa_nodes(tree: Tree) -> None:
     tree.numa(node0="0-3", node1="4-7", node2="")
     tree.ethernet("eth0", "pci0000:00/0000:00:03.0", 0, speed="-1")
-    host = inside(tree.root)
+    host = read_node_topology(tree.root)
     assert [one.cpus for one in host.bind(4)] == ["0-3", "0-3", "4-7", "4-7"]
     assert [one.cpus for one in host.bind(2, allowed=[5, 6])] == ["5-6", "5-6"]
     assert host.bind(1)[0] == Binding(0, nic="eth0", cpus="0-7")
@@ -177,21 +177,21 @@ def test_ranks_without_gpus_are_spread_over_the_numa_nodes(tree: Tree) -> None:
 
 def test_a_machine_that_tells_nothing(tree: Tree) -> None:
     tree.root.mkdir()
-    host = inside(tree.root)
-    assert host == HostInside()
+    host = read_node_topology(tree.root)
+    assert host == NodeTopology()
     assert host.bind(2, allowed=[0, 1]) == (Binding(0, cpus="0-1"), Binding(1, cpus="0-1"))
 
 
 def test_other_vendors_and_an_unknown_numa_node(tree: Tree) -> None:
     tree.gpu("pci0000:c0/0000:c1:00.0", -1, vendor=AMD)
-    host = inside(tree.root)
+    host = read_node_topology(tree.root)
     assert [(gpu.index, gpu.numa) for gpu in host.gpus] == [(0, None)]
     assert host.notes == ("GPU 0: the NUMA node is unknown",)
     assert host.bind(1) == (Binding(0, 0),)
 
 
 def test_nvidia_smi_alone(tree: Tree) -> None:
-    host = inside(tree.root, (DATA / "topo-4-gpus.txt").read_text(encoding="utf-8"))
+    host = read_node_topology(tree.root, (DATA / "topo-4-gpus.txt").read_text(encoding="utf-8"))
     assert [(gpu.index, gpu.numa, gpu.cpus) for gpu in host.gpus] == [
         (0, 0, "0-31,64-95"),
         (1, 0, "0-31,64-95"),
@@ -206,17 +206,17 @@ def test_nvidia_smi_alone(tree: Tree) -> None:
     ]
     assert set(host.nvlinks.values()) == {18}
     assert len(host.nvlinks) == 6
-    older = inside(tree.root, (DATA / "topo-older.txt").read_text(encoding="utf-8"))
+    older = read_node_topology(tree.root, (DATA / "topo-older.txt").read_text(encoding="utf-8"))
     assert (older.near[1, "mlx5_1"], older.nvlinks) == ("NODE", {(0, 1): 2})
 
 
-def test_nvidia_smi_wins_where_it_names_the_same_gpus(two_sockets: HostInside, tree: Tree) -> None:
+def test_nvidia_smi_wins_where_it_names_the_same_gpus(two_sockets: NodeTopology, tree: Tree) -> None:
     text = (DATA / "topo-4-gpus.txt").read_text(encoding="utf-8")
-    both = inside(tree.root, text)
+    both = read_node_topology(tree.root, text)
     assert both.near[1, "mlx5_3"] == "PIX"
     assert both.near[1, "mlx5_4"] == two_sockets.near[1, "mlx5_4"] == "SYS"
     assert [gpu.uuid for gpu in both.gpus] == [gpu.uuid for gpu in two_sockets.gpus]
-    fewer = inside(tree.root, (DATA / "topo-older.txt").read_text(encoding="utf-8"))
+    fewer = read_node_topology(tree.root, (DATA / "topo-older.txt").read_text(encoding="utf-8"))
     assert fewer.near == two_sockets.near
     assert fewer.notes == ("nvidia-smi names 2 GPUs, the PCI bus 4; its matrix is left out",)
 
@@ -225,7 +225,7 @@ def test_nvidia_smi_wins_where_it_names_the_same_gpus(two_sockets: HostInside, t
     "text", ["", "NVIDIA-SMI has failed because it couldn't communicate", "\tGPU0\nGPU0\t X ", "\0"]
 )
 def test_what_is_no_table_tells_nothing(text: str, tree: Tree) -> None:
-    host = inside(tree.root, text)
+    host = read_node_topology(tree.root, text)
     assert (host.near, host.nvlinks) == ({}, {})
 
 
@@ -233,5 +233,5 @@ def test_what_is_no_table_tells_nothing(text: str, tree: Tree) -> None:
     ("text", "cpus"), [("0-3,8", (0, 1, 2, 3, 8)), ("", ()), ("N/A", ()), ("3-1", ()), (" 5 ", (5,))]
 )
 def test_lists_of_cpus(text: str, cpus: tuple[int, ...]) -> None:
-    assert parse_cpus(text) == cpus
-    assert parse_cpus(fold_cpus(cpus)) == cpus
+    assert parse_cpu_list(text) == cpus
+    assert parse_cpu_list(format_cpu_list(cpus)) == cpus

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.fabric.node_topology import inside
-from hpcrun.fabric.ports import Gid, addresses_of, interfaces, natural, pci_links, ports
+from hpcrun.fabric.node_topology import read_node_topology
+from hpcrun.fabric.ports import (
+    Gid,
+    natural_sort_key,
+    parse_interface_addresses,
+    read_network_interfaces,
+    read_pci_links,
+    read_rdma_ports,
+)
 from tests.tuning.trees import lay_out
 
 MAPPED = str(IPv6Address("::ffff:10.1.0.7"))
@@ -20,7 +27,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_ports(root: Path) -> None:
-    first, second = ports(root)
+    first, second = read_rdma_ports(root)
     assert (first.name, first.state, first.physical, first.rate_Gbps) == (
         "mlx5_0:1",
         "ACTIVE",
@@ -37,11 +44,11 @@ def test_ports(root: Path) -> None:
     assert second.name == "mlx5_1:1"
     (root / "sys/class/infiniband/mlx5_0/tc/1").mkdir(parents=True)
     (root / "sys/class/infiniband/mlx5_0/tc/1/traffic_class").write_text("Global tclass=106\n")
-    assert [one.traffic_class for one in ports(root)] == [106, None]
+    assert [one.traffic_class for one in read_rdma_ports(root)] == [106, None]
 
 
 def test_interfaces(root: Path) -> None:
-    found = {one.name: one for one in interfaces(root)}
+    found = {one.name: one for one in read_network_interfaces(root)}
     assert {name: (one.kind, one.networks) for name, one in found.items()} == {
         "ens1": ("physical", ("10.1.0.7/24",)),
         "ens2": ("physical", ("10.1.1.7/24",)),
@@ -55,11 +62,11 @@ def test_interfaces(root: Path) -> None:
         enable.mkdir(parents=True)
         for priority in range(8):
             (enable / str(priority)).write_text(f"{int(priority == 3)}\n")
-    assert {one.name: one.ecn for one in interfaces(root)}["ens1"] == (3,)
+    assert {one.name: one.ecn for one in read_network_interfaces(root)}["ens1"] == (3,)
 
 
 def test_links(root: Path) -> None:
-    found = {one.name: one for one in pci_links(root, inside(root))}
+    found = {one.name: one for one in read_pci_links(root, read_node_topology(root))}
     assert list(found) == ["GPU 0", "GPU 1", "mlx5_0", "mlx5_1", "eth0"]
     one = found["mlx5_0"]
     assert (one.speed_GTs, one.width, one.most_width, one.slot_speed_GTs, one.slot_width) == (
@@ -70,7 +77,9 @@ def test_links(root: Path) -> None:
         16,
     )
     (root / "sys/bus/pci/devices/0000:18:00.0/max_link_width").write_text("255\n")
-    assert {one.name: one.most_width for one in pci_links(root, inside(root))}["mlx5_0"] is None
+    assert {one.name: one.most_width for one in read_pci_links(root, read_node_topology(root))}[
+        "mlx5_0"
+    ] is None
     assert (found["GPU 0"].speed_GTs, found["eth0"].slot_width, one.iommu) == (2.5, None, "")
 
 
@@ -82,19 +91,23 @@ def test_addresses() -> None:
     six = (
         "fe80000000000000021132fffe445566 02 40 20 80 ib0\nfd020000000000000000000000000007 02 10 00 80 ib0\n"
     )
-    assert addresses_of(route, trie, six) == {
+    assert parse_interface_addresses(route, trie, six) == {
         "ib0": ("10.1.0.9/24", "fe80::211:32ff:fe44:5566/64", "fd02::7/16")
     }
 
 
 @pytest.mark.parametrize("text", ["", "garbage", "\0", "a b c d e f g h i", "|-- 999.1.1.1\n/32 host LOCAL"])
 def test_odd_addresses(text: str) -> None:
-    assert addresses_of(text, text, text) == {}
+    assert parse_interface_addresses(text, text, text) == {}
 
 
 def test_an_empty_tree(tmp_path: Path) -> None:
-    assert (ports(tmp_path), interfaces(tmp_path), pci_links(tmp_path, inside(tmp_path))) == ((), (), ())
+    assert (
+        read_rdma_ports(tmp_path),
+        read_network_interfaces(tmp_path),
+        read_pci_links(tmp_path, read_node_topology(tmp_path)),
+    ) == ((), (), ())
 
 
 def test_ten_comes_after_two() -> None:
-    assert sorted(["mlx5_10", "mlx5_2", "ib0"], key=natural) == ["ib0", "mlx5_2", "mlx5_10"]
+    assert sorted(["mlx5_10", "mlx5_2", "ib0"], key=natural_sort_key) == ["ib0", "mlx5_2", "mlx5_10"]

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.graph import Fabric, Grid, Level
+from hpcrun.fabric.graph import Fabric, FabricLevel, Grid
 from hpcrun.fabric.topology_reader import (
+    fabric_from_addresses,
+    fabric_from_names,
+    fabric_from_table,
     find_fabric,
-    from_addresses,
-    from_names,
-    from_table,
-    read_topology,
+    parse_fabric,
     render_topology,
 )
-from hpcrun.slurm.cluster_state import LiveCluster, read_cluster
+from hpcrun.slurm.cluster_state import LiveCluster, parse_cluster_answers
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 
 DATA = Path(__file__).parents[1] / "data"
@@ -37,7 +37,7 @@ def content(path: Path) -> str:
 
 
 def read(name: str) -> Fabric:
-    return read_topology(content(DATA / "topology" / name), name=name)
+    return parse_fabric(content(DATA / "topology" / name), name=name)
 
 
 def shape(fabric: Fabric) -> dict[str, tuple[str | None, ...]]:
@@ -77,7 +77,7 @@ def test_several_rails() -> None:
 def test_below_several_switches_the_one_with_most_below_it_counts() -> None:
     lines = "".join(f"SwitchName=leaf{number} Nodes=n{number}\n" for number in (1, 2, 3))
     lines += "SwitchName=small Switches=leaf1\nSwitchName=large Switches=leaf[1-3]\n"
-    fabric = read_topology(lines, name="t")
+    fabric = parse_fabric(lines, name="t")
     assert {units[1] for units in fabric.units} == {"large"}
     assert "1 switch below more than one other; one counts" in fabric.notes
 
@@ -100,7 +100,7 @@ def test_several_roots() -> None:
 )
 def test_blocks_are_as_large_as_their_nodes_are_many(name: str, blocks: list[str]) -> None:
     fabric = read(name)
-    assert fabric.levels == (Level("block"),)
+    assert fabric.levels == (FabricLevel("block"),)
     assert [(block, len(nodes)) for block, nodes in fabric.members(0).items()] == [
         (one, 18) for one in blocks
     ]
@@ -115,7 +115,7 @@ def test_rings_and_tori_keep_the_order_of_their_places() -> None:
 
 
 def test_a_torus_whose_nodes_do_not_fill_it_gives_no_distances() -> None:
-    fabric = read_topology("TorusName=t Dims=2x2x2 Nodes=n[1-7]\n", name="t")
+    fabric = parse_fabric("TorusName=t Dims=2x2x2 Nodes=n[1-7]\n", name="t")
     assert (fabric.nodes[-1], fabric.grids, fabric.hops("n1", "n2")) == ("n7", (), None)
     assert "7 nodes do not fill its places (2x2x2)" in fabric.notes[0]
 
@@ -133,14 +133,14 @@ def test_blocks_of_another_topology_are_a_level_below_the_leaves() -> None:
     assert shape(fabric)["rack1-n03"] == ("nvl2", "leaf1", "spine")
     assert "of several topologies fabric is taken" in fabric.notes[0]
     text = content(DATA / "topology" / "topology.yaml")
-    assert read_topology(text, name="t", topology="nvlink").levels == (Level("block"),)
-    assert read_topology(text, name="t", topology="plain").nodes == ()
+    assert parse_fabric(text, name="t", topology="nvlink").levels == (FabricLevel("block"),)
+    assert parse_fabric(text, name="t", topology="plain").nodes == ()
     with pytest.raises(UsageError, match="t: there is no topology mesh; there are: nvlink, fabric, plain"):
-        read_topology(text, name="t", topology="mesh")
+        parse_fabric(text, name="t", topology="mesh")
 
 
 def test_blocks_across_leaves_are_left_out_and_said() -> None:
-    fabric = read_topology(
+    fabric = parse_fabric(
         "SwitchName=leaf1 Nodes=n[1-2]\nSwitchName=leaf2 Nodes=n[3-4]\nBlockName=b Nodes=n[2-3]\n", name="t"
     )
     assert [level.name for level in fabric.levels] == ["leaf"]
@@ -150,10 +150,10 @@ def test_blocks_across_leaves_are_left_out_and_said() -> None:
 def test_a_table() -> None:
     fabric = read("table.yaml")
     assert shape(fabric)["n05"] == ("leaf2", "spine1")
-    assert from_table({"leaf1": "n[1-2]", "leaf2": None}, "topology.table").members(0) == {
+    assert fabric_from_table({"leaf1": "n[1-2]", "leaf2": None}, "topology.table").members(0) == {
         "leaf1": ("n1", "n2")
     }
-    mixed = from_table({"core": {"spine": {"leaf1": "n1"}, "leaf2": "n2"}}, "topology.table")
+    mixed = fabric_from_table({"core": {"spine": {"leaf1": "n1"}, "leaf2": "n2"}}, "topology.table")
     assert shape(mixed) == {"n1": ("leaf1", "spine", "core"), "n2": ("leaf2", None, "core")}
 
 
@@ -169,7 +169,7 @@ def test_a_table() -> None:
 )
 def test_mistakes_in_a_table(table: Mapping[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        from_table(table, "topology.table")
+        fabric_from_table(table, "topology.table")
 
 
 def test_ibnetdiscover() -> None:
@@ -215,7 +215,7 @@ def test_ibnetdiscover_of_three_levels() -> None:
         "L2": {3: "n3"},
         "L3": {4: "n4"},
     }
-    fabric = read_topology(ib(tree), name="t")
+    fabric = parse_fabric(ib(tree), name="t")
     assert [level.name for level in fabric.levels] == ["leaf", "spine", "core"]
     assert shape(fabric) == {
         "n1": ("L1", "POD1", "CORE"),
@@ -226,27 +226,27 @@ def test_ibnetdiscover_of_three_levels() -> None:
 
 
 def test_ibnetdiscover_of_leaves_that_are_cabled_to_each_other() -> None:
-    fabric = read_topology(ib({"L1": {1: "n1", 2: "L2"}, "L2": {3: "n2"}, "L3": {4: "n3"}}), name="t")
+    fabric = parse_fabric(ib({"L1": {1: "n1", 2: "L2"}, "L2": {3: "n2"}, "L3": {4: "n3"}}), name="t")
     assert (fabric.common_level("n1", "n2"), fabric.common_level("n1", "n3")) == (2, 3)
     assert shape(fabric)["n2"] == ("L2", "L1-spine")
 
 
 def test_switches_that_nobody_named_go_by_their_guid() -> None:
     names = {"L1": "Quantum Mellanox Technologies", "L2": "Quantum Mellanox Technologies"}
-    fabric = read_topology(ib({"L1": {1: "n1"}, "L2": {2: "n2"}}, names), name="t")
+    fabric = parse_fabric(ib({"L1": {1: "n1"}, "L2": {2: "n2"}}, names), name="t")
     assert set(fabric.members(0)) == {"S-0000000000000001", "S-0000000000000002"}
 
 
 def test_the_chips_of_one_large_switch_are_told_apart() -> None:
     names = {"L1": "MF0;director:CS7520/L12/U1", "L2": "MF0;director:CS7520/L13/U1"}
-    fabric = read_topology(ib({"L1": {1: "n1"}, "L2": {2: "n2"}}, names), name="t")
+    fabric = parse_fabric(ib({"L1": {1: "n1"}, "L2": {2: "n2"}}, names), name="t")
     assert set(fabric.members(0)) == {"director-CS7520-L12-U1", "director-CS7520-L13-U1"}
 
 
 @pytest.mark.parametrize("path", [*OURS, *SLURM], ids=lambda path: "-".join(path.parts[-2:]))
 def test_every_text_survives_being_written_and_read(path: Path) -> None:
-    fabric = read_topology(content(path), name=path.name)
-    assert graph(read_topology(render_topology(fabric), name="again")) == graph(fabric)
+    fabric = parse_fabric(content(path), name=path.name)
+    assert graph(parse_fabric(render_topology(fabric), name="again")) == graph(fabric)
     assert fabric.levels or fabric.grids or "error" in content(path)
 
 
@@ -261,7 +261,7 @@ def test_every_text_survives_being_written_and_read(path: Path) -> None:
     ],
 )
 def test_where_no_topology_is_known_it_says_why(name: str, said: str) -> None:
-    fabric = read_topology(content(ODD / name), name=name)
+    fabric = parse_fabric(content(ODD / name), name=name)
     assert (fabric.levels, fabric.nodes) == ((), ())
     assert said in fabric.notes[0]
 
@@ -280,7 +280,7 @@ def test_where_no_topology_is_known_it_says_why(name: str, said: str) -> None:
 )
 def test_a_text_that_contradicts_itself_is_refused_with_its_line(name: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        read_topology(content(ODD / name), name=name)
+        parse_fabric(content(ODD / name), name=name)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
@@ -314,30 +314,32 @@ def mutations(text: str, chance: random.Random) -> str:
 def test_the_first_rail_stays_the_first_when_written() -> None:
     units = (("l2",), ("l1",), ("l1",))
     rails = {"n2": ("l1", "l2"), "n3": ("l1", "l2", "l3")}
-    fabric = Fabric(("n1", "n2", "n3"), (Level("leaf"),), units, rails)
-    assert graph(read_topology(render_topology(fabric), name="again")) == graph(fabric)
-    crossed = Fabric(("n1", "n2"), (Level("leaf"),), units[:2], {"n1": ("l2", "l1"), "n2": ("l1", "l2")})
-    assert set(read_topology(render_topology(crossed), name="again").rails) == {"n1", "n2"}
+    fabric = Fabric(("n1", "n2", "n3"), (FabricLevel("leaf"),), units, rails)
+    assert graph(parse_fabric(render_topology(fabric), name="again")) == graph(fabric)
+    crossed = Fabric(
+        ("n1", "n2"), (FabricLevel("leaf"),), units[:2], {"n1": ("l2", "l1"), "n2": ("l1", "l2")}
+    )
+    assert set(parse_fabric(render_topology(crossed), name="again").rails) == {"n1", "n2"}
 
 
 def test_units_of_one_name_at_two_levels_are_told_apart_when_written() -> None:
-    fabric = from_names(["a1-b1-n", "a1-b2-n"], r"a(?P<spine>\d)-b(?P<leaf>\d)")
-    again = read_topology(render_topology(fabric), name="again")
+    fabric = fabric_from_names(["a1-b1-n", "a1-b2-n"], r"a(?P<spine>\d)-b(?P<leaf>\d)")
+    again = parse_fabric(render_topology(fabric), name="again")
     assert again.units == (("1", "1-spine"), ("2", "1-spine"))
 
 
 def attempt(text: str) -> Fabric | str:
     """The fabric, or the message in its place."""
     try:
-        return read_topology(text, name="mutated")
+        return parse_fabric(text, name="mutated")
     except UsageError as error:
         return str(error)
 
 
 def test_a_yaml_file_with_a_mistake_is_not_taken_for_a_text_that_says_nothing() -> None:
     with pytest.raises(UsageError, match=r"table\.yaml:2 leaf1: stands twice, first on line 1"):
-        read_topology("leaf1: n[1-2]\nleaf1: n[3-4]\n", name="table.yaml")
-    assert read_topology("leaf1: n[1-2]\nleaf2: n[3-4]\n", name="-").members(0)["leaf2"] == ("n3", "n4")
+        parse_fabric("leaf1: n[1-2]\nleaf1: n[3-4]\n", name="table.yaml")
+    assert parse_fabric("leaf1: n[1-2]\nleaf2: n[3-4]\n", name="-").members(0)["leaf2"] == ("n3", "n4")
 
 
 def test_no_accident_makes_it_crash() -> None:
@@ -355,13 +357,13 @@ def test_no_accident_makes_it_crash() -> None:
         somewhere = {node for grid in fabric.grids for node in grid.nodes}
         somewhere |= {node for node, units in shape(fabric).items() if any(units)}
         placed = fabric.restricted(node for node in fabric.nodes if node in somewhere)
-        assert graph(read_topology(render_topology(fabric), name="again")) == graph(placed), text
+        assert graph(parse_fabric(render_topology(fabric), name="again")) == graph(placed), text
         read_well += 1
     assert 200 < read_well < 600
 
 
 def test_names_and_features() -> None:
-    fabric = from_names(["r1-n2", "r1-n1", "r2-n1", "login"], r"^(?P<spine>r)(?P<leaf>\d+)-")
+    fabric = fabric_from_names(["r1-n2", "r1-n1", "r2-n1", "login"], r"^(?P<spine>r)(?P<leaf>\d+)-")
     assert [level.name for level in fabric.levels] == ["leaf", "spine"]
     assert shape(fabric) == {
         "r1-n2": ("1", "r"),
@@ -370,12 +372,14 @@ def test_names_and_features() -> None:
         "login": (None, None),
     }
     assert fabric.notes == ("topology.pattern finds no leaf for 1 node, login",)
-    by_feature = from_names(["a", "b"], r"^(?P<leaf>rack\d+)$", {"a": ["gpu", "rack7"], "b": ["rack8"]})
+    by_feature = fabric_from_names(
+        ["a", "b"], r"^(?P<leaf>rack\d+)$", {"a": ["gpu", "rack7"], "b": ["rack8"]}
+    )
     assert (shape(by_feature), by_feature.source) == (
         {"a": ("rack7",), "b": ("rack8",)},
         "node features (topology.pattern)",
     )
-    assert from_names(["a", "b"], r"(?P<leaf>rack\d+)").levels == ()
+    assert fabric_from_names(["a", "b"], r"(?P<leaf>rack\d+)").levels == ()
 
 
 @pytest.mark.parametrize(
@@ -383,11 +387,11 @@ def test_names_and_features() -> None:
 )
 def test_mistakes_in_the_pattern(pattern: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        from_names(["n1"], pattern)
+        fabric_from_names(["n1"], pattern)
 
 
 def test_addresses_inside_the_allocation() -> None:
-    tree = from_addresses(
+    tree = fabric_from_addresses(
         {
             "n05": ("spine.leaf2.n05", "switch.switch.node"),
             "n01": ("spine.leaf[1-2].n01", "switch.switch.node"),
@@ -397,18 +401,18 @@ def test_addresses_inside_the_allocation() -> None:
     assert [level.name for level in tree.levels] == ["leaf", "spine"]
     assert shape(tree) == {"n05": ("leaf2", "spine"), "n01": ("leaf1", "spine"), "n09": (None, "spine")}
     assert tree.rails == {"n01": ("leaf1", "leaf2")}
-    blocks = from_addresses({"n05": ("b3.n05", "block.node"), "n06": ("b3.n06", "block.node")})
-    assert (blocks.levels, blocks.members(0)) == ((Level("block"),), {"b3": ("n05", "n06")})
-    plain = from_addresses({"n1.site.org": ("n1.site.org", "node")})
+    blocks = fabric_from_addresses({"n05": ("b3.n05", "block.node"), "n06": ("b3.n06", "block.node")})
+    assert (blocks.levels, blocks.members(0)) == ((FabricLevel("block"),), {"b3": ("n05", "n06")})
+    plain = fabric_from_addresses({"n1.site.org": ("n1.site.org", "node")})
     assert (plain.levels, plain.notes) == ((), ("Slurm gives the nodes no place in a topology",))
-    odd = from_addresses({"n1": ("", ""), "n2": ("n2", "switch.node")})
+    odd = fabric_from_addresses({"n1": ("", ""), "n2": ("n2", "switch.node")})
     assert (odd.levels, len(odd.notes)) == ((), 3)
 
 
 def live(version: str, **answers: str) -> LiveCluster:
     names = {"topology": "show-topology", "nodes": "show-nodes-oneline"}
     found = {key: content(DATA / "slurm" / version / f"{name}.txt") for key, name in names.items()}
-    return read_cluster({**found, **answers})
+    return parse_cluster_answers({**found, **answers})
 
 
 def profile(text: str) -> ClusterSpec:
@@ -424,7 +428,7 @@ LEVELS = """
 
 def test_slurm_s_answer_with_what_the_profile_says_of_the_levels() -> None:
     fabric = find_fabric(profile(f"topology:{LEVELS}"), live("25.11.7"), None)
-    assert fabric.levels == (Level("leaf", 50e9, 1.0), Level("spine", 25e9, 2.0, 1.5e-6))
+    assert fabric.levels == (FabricLevel("leaf", 50e9, 1.0), FabricLevel("spine", 25e9, 2.0, 1.5e-6))
     assert fabric.source == "Slurm (tree)"
     assert fabric.nodes == tuple(f"n{number:02}" for number in range(1, 9))
 
@@ -442,7 +446,7 @@ def test_levels_by_position_where_the_names_differ_and_a_block_that_is_none_of_t
     names = "topology:\n  levels: [{name: tor, bandwidth_GBps: 5}, {name: agg, bandwidth_GBps: 4}]\n"
     file = DATA / "topology" / "topology.yaml"
     fabric = find_fabric(profile(names), None, file)
-    assert fabric.levels == (Level("block"), Level("tor", 5e9, 1.0), Level("agg", 4e9, 1.0))
+    assert fabric.levels == (FabricLevel("block"), FabricLevel("tor", 5e9, 1.0), FabricLevel("agg", 4e9, 1.0))
     deep = find_fabric(profile(f"topology:{LEVELS}    - {{name: core, bandwidth_GBps: 1}}\n"), None, file)
     assert "the profile's levels core are not in the topology" in deep.notes
 
@@ -466,7 +470,7 @@ def test_the_sources_of_the_profile(tmp_path: Path) -> None:
     by_file = profile(f"topology: {{source: file, file: {tmp_path}/topology.conf}}")
     assert shape(find_fabric(by_file, None, None, nodes))["r2-n1"] == (None,)
     one = profile("topology: {source: none, levels: [{name: leaf, bandwidth_GBps: 12}]}")
-    assert find_fabric(one, None, None, nodes).levels == (Level("leaf", 12e9, 1.0),)
+    assert find_fabric(one, None, None, nodes).levels == (FabricLevel("leaf", 12e9, 1.0),)
     assert find_fabric(profile("topology: {source: none}"), None, None, nodes).levels == ()
 
 
@@ -535,7 +539,7 @@ def test_a_flat_slurm_falls_back_on_names_and_then_on_features() -> None:
 )
 def test_a_topology_yaml_with_a_mistake_is_refused_with_its_line(body: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        read_topology(f"- topology: hall\n  cluster_default: true\n{body}", name="t")
+        parse_fabric(f"- topology: hall\n  cluster_default: true\n{body}", name="t")
 
 
 def test_no_file_is_called_healthy_that_was_not_understood(tmp_path: Path) -> None:
@@ -567,7 +571,7 @@ def test_no_file_is_called_healthy_that_was_not_understood(tmp_path: Path) -> No
 
 def test_every_cut_of_ibnetdiscover_is_noticed() -> None:
     whole = content(DATA / "topology" / "ibnetdiscover.txt")
-    nodes = read_topology(whole, name="t").nodes
+    nodes = parse_fabric(whole, name="t").nodes
     lines = whole.rstrip().splitlines(keepends=True)
     for kept in range(1, len(lines)):
         fabric = attempt("".join(lines[:kept]))
@@ -579,7 +583,7 @@ def test_every_cut_of_ibnetdiscover_is_noticed() -> None:
 
 def test_lines_that_were_passed_over_are_said() -> None:
     text = "SwitchName=s1 Nodes=n[1-4]\nSwichName=s2 Nodes=n[5-8]\n# a comment\n\nSwitchName=s3 Node=n9\n"
-    notes = read_topology(text, name="t").notes
+    notes = parse_fabric(text, name="t").notes
     assert any(
         note.startswith("t:2: 2 lines not understood and left out, such as 'SwichName=s2") for note in notes
     )
@@ -588,5 +592,5 @@ def test_lines_that_were_passed_over_are_said() -> None:
     odd = content(DATA / "topology" / "ibnetdiscover.txt").replace('[1]\t"H-', '[1]\t"?-', 1)
     assert any(
         "1 line of ports not understood, the first is line 11" in note
-        for note in read_topology(odd, name="t").notes
+        for note in parse_fabric(odd, name="t").notes
     )

@@ -8,7 +8,15 @@ from typing import cast
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.traffic import ASSUMED_BYTES, Flow, Pattern, Traffic, declared, stride_of, traffic_of
+from hpcrun.fabric.traffic import (
+    ASSUMED_BYTES,
+    Traffic,
+    TrafficFlow,
+    TrafficPattern,
+    axis_stride,
+    declared_traffic,
+    estimate_traffic,
+)
 from hpcrun.formulas import layer_parameters, model_parameters
 from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.load import parse_job
@@ -19,10 +27,10 @@ BASE = "model: {preset: demo, layers: 8}\ndata: {text: x, seq_len: 64}\n"
 
 def traffic(*overrides: str) -> Traffic:
     job = parse_job(BASE, "job.yaml", overrides)
-    return traffic_of(job.spec.model, job.plan, job.spec)
+    return estimate_traffic(job.spec.model, job.plan, job.spec)
 
 
-def flow(axis: str, *overrides: str) -> Flow:
+def flow(axis: str, *overrides: str) -> TrafficFlow:
     found = traffic(*overrides).flow(axis)
     assert found is not None
     return found
@@ -86,7 +94,7 @@ def test_tensor_parallel_has_nine_gathers_or_scatters_a_layer() -> None:
 def test_context_parallel_sends_keys_and_values_round_the_ring() -> None:
     job = parse_job(BASE, "job.yaml")
     plan = job.training_plan.model_copy(update={"cp": 2})
-    found = traffic_of(MODEL, plan, job.spec).flow("cp")
+    found = estimate_traffic(MODEL, plan, job.spec).flow("cp")
     assert found is not None
     keys_and_values = 3 * 32 * 2 * MODEL.kv_heads * MODEL.head_dim * 4 * 8
     assert found.bytes == keys_and_values + WEIGHTS * 4
@@ -101,7 +109,7 @@ def test_a_command_with_degrees_sends_equal_bytes_and_says_that_this_is_assumed(
     job = parse_job(
         "command: [python, x.py]\nresources: {nodes: 4}\nparallel: {pp: 2, dp_shard: 2, tp: 2}\n", "job.yaml"
     )
-    found = traffic_of(None, None, job.spec)
+    found = estimate_traffic(None, None, job.spec)
     assert [(one.axis, one.pattern, one.bytes) for one in found.flows] == [
         ("pp", "chain", ASSUMED_BYTES),
         ("dp_shard", "ring", ASSUMED_BYTES),
@@ -112,7 +120,7 @@ def test_a_command_with_degrees_sends_equal_bytes_and_says_that_this_is_assumed(
 
 def test_a_command_without_degrees_is_one_ring_over_all_ranks() -> None:
     job = parse_job("command: [a]\nresources: {nodes: 3, ranks_per_node: 2}\n", "job.yaml")
-    (found,) = traffic_of(None, None, job.spec).flows
+    (found,) = estimate_traffic(None, None, job.spec).flows
     assert (found.pattern, found.size) == ("ring", 6)
     assert list(found.edges(job.spec.degrees, 6))[-1] == (5, 0, ASSUMED_BYTES)
 
@@ -120,8 +128,8 @@ def test_a_command_without_degrees_is_one_ring_over_all_ranks() -> None:
 def test_neighbours_of_every_pattern() -> None:
     degrees = ParallelDegrees(pp=3, tp=2)
 
-    def pairs(pattern: Pattern) -> list[tuple[int, int]]:
-        edges = Flow("pp", pattern, 3, 9, 1).edges(degrees, 6)
+    def pairs(pattern: TrafficPattern) -> list[tuple[int, int]]:
+        edges = TrafficFlow("pp", pattern, 3, 9, 1).edges(degrees, 6)
         return sorted((a, b) for a, b, _ in edges if a % 2 == 0)
 
     assert pairs("ring") == [(0, 2), (2, 4), (4, 0)]
@@ -132,8 +140,8 @@ def test_neighbours_of_every_pattern() -> None:
 
 def test_experts_stand_on_neighbours_in_the_data_and_context_ranks() -> None:
     degrees = ParallelDegrees(dp_shard=2, cp=2, tp=2)
-    (found,) = (one for one in declared(degrees, 8, ep=4).flows if one.axis == "ep")
-    assert stride_of(degrees, "ep") == 2
+    (found,) = (one for one in declared_traffic(degrees, 8, ep=4).flows if one.axis == "ep")
+    assert axis_stride(degrees, "ep") == 2
     assert {b for a, b, _ in found.edges(degrees, 8) if a == 1} == {3, 5, 7}
     assert sum(size for a, _, size in found.edges(degrees, 8) if a == 1) >= found.bytes
 

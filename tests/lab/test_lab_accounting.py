@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.slurm.inputs import all_names
+from hpcrun.slurm.inputs import known_input_variables
 from hpcrun.slurm.jobs import SACCT_DELIMITER, SACCT_FORMAT, JobRecord, parse_sacct
 from tests.lab.cluster import Lab, Shape
 from tests.lab.desk import Desk
@@ -187,4 +187,4 @@ def test_every_variable_of_this_release_s_sbatch_is_known(lab: Lab) -> None:
     )
     found = {word for word in binary.split() if re.fullmatch(r"SBATCH_[A-Z0-9_]{3,}", word)}
     assert len(found) > 40
-    assert found - {*all_names()} == set()
+    assert found - {*known_input_variables()} == set()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hpcrun.runs.run_lock import read_supervisor_record
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 from tests.lab.test_lab_levels import JOB, events, stored
@@ -18,7 +18,7 @@ LEFT = "grep -zl 'HPCRUN_RUN_DIR=.*/{}' /proc/[0-9]*/environ 2>/dev/null; true"
 
 def losses(run: RunDir) -> dict[int, float]:
     """Of every step the newest."""
-    return {one["step"]: one["loss"] for one in read_lines(run.metrics) if one.get("kind") == "step"}
+    return {one["step"]: one["loss"] for one in read_json_lines(run.metrics) if one.get("kind") == "step"}
 
 
 def job_of(run: RunDir) -> str:

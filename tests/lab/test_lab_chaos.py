@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from tests.lab.desk import Desk, records, story
 from tests.lab.test_lab_spares import outcomes
 
@@ -47,7 +47,7 @@ def test_a_run_goes_on_after_a_rehearsed_death_and_a_node_that_vanishes(desk: De
     told = desk.hpcrun("events", run.id).stdout
     assert told.index("SIGKILL to rank 1") < told.index("fault: crash")
     assert told.index(f"rehearsal on {lost}: SIGKILL to all") < told.index("fault: node")
-    assert [one["do"] for one in read_lines(run.chaos)] == [
+    assert [one["do"] for one in read_json_lines(run.chaos)] == [
         *["stop-rank"] * 2,
         *["fill-disk"] * 3,
         "kill-rank",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 
@@ -24,7 +24,7 @@ ALONE = ("name=undisturbed", "parallel={dp_shard: 1, zero: 0}", "resources={node
 
 def steps(run: RunDir) -> dict[int, float]:
     """The loss of each step, as the newest attempt has it."""
-    return {line["step"]: line["loss"] for line in read_lines(run.metrics) if line.get("kind") == "step"}
+    return {line["step"]: line["loss"] for line in read_json_lines(run.metrics) if line.get("kind") == "step"}
 
 
 def shards(run: RunDir) -> list[int]:
@@ -39,10 +39,10 @@ def test_without_a_spare_a_lost_node_costs_a_replica_until_there_are_nodes_again
     # The batch host, n01, has the supervisor; another node of the ranks goes.
     lost = desk.lab.node(records(run, "attempts/1/placement.json")[0]["nodes"][1])
     lost.power_off()
-    desk.until(lambda: any(line.get("attempt") == 2 for line in read_lines(run.metrics)), run)
+    desk.until(lambda: any(line.get("attempt") == 2 for line in read_json_lines(run.metrics)), run)
     shown = desk.hpcrun("status", run.id).stdout
     assert "2 of 3" in shown, shown
-    told = next(line for line in read_lines(run.events) if line["event"] == "relaunch")
+    told = next(line for line in read_json_lines(run.events) if line["event"] == "relaunch")
     assert (told["replicas"], told["replicas_before"], told["spares_left"]) == (2, 3, 0)
     # That Slurm takes the node from the job does not disturb it either.
     desk.lab.wait_for_state([lost], {"down", "down*"}, 90)

@@ -12,7 +12,7 @@ import pytest
 
 from hpcrun import process
 from hpcrun.runs.run_state import read_run_state
-from hpcrun.specs.provenance import Provenance, Submission, write_provenance
+from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from tests.lab.cluster import Lab
@@ -79,13 +79,13 @@ def submit(lab: Lab) -> Callable[..., RunDir]:
         words = ["sbatch", "--parsable", "--requeue", "--open-mode=append", log, *options, str(path)]
         job = int(lab.run([*words, str(run.path)]).require_success().stdout)
         array = f"0-{elements - 1}%2" if elements else None
-        record(run, Submission(now, job=job, array=array))
+        record(run, SubmissionRecord(now, job=job, array=array))
         return run
 
     return make
 
 
-def record(run: RunDir, *submissions: Submission) -> None:
+def record(run: RunDir, *submissions: SubmissionRecord) -> None:
     words: dict[str, Any] = dict.fromkeys(("name", "user", "host", "directory", "hpcrun", "python"), "x")
     write_provenance(
         run,
@@ -222,7 +222,7 @@ def test_a_job_that_nobody_knows_is_lost_and_is_not_waited_for(
     run = submit(WAITS, "--hold")
     hpcrun("cancel", run.id)
     run.exit.unlink()
-    record(run, Submission(time.time(), job=987654))
+    record(run, SubmissionRecord(time.time(), job=987654))
     told = state_of(hpcrun, run.id)
     assert (told["state"], told["job"]) == ("lost", "987654")
     assert f"hpcrun submit --resume {run.id}" in told["message"]

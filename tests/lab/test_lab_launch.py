@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 
@@ -33,13 +33,13 @@ def logs_of(run: RunDir) -> list[str]:
 
 
 def losses(run: RunDir) -> list[float]:
-    return [line["loss"] for line in read_lines(run.metrics) if line.get("kind") == "step"]
+    return [line["loss"] for line in read_json_lines(run.metrics) if line.get("kind") == "step"]
 
 
 def test_the_demo_on_four_nodes_with_each_launcher_gives_the_same_losses(desk: Desk) -> None:
-    from hpcrun.specs.shipped import shipped
+    from hpcrun.specs.shipped import shipped_file
 
-    shutil.copy(shipped("jobs/demo.yaml"), desk.path)
+    shutil.copy(shipped_file("jobs/demo.yaml"), desk.path)
     found = {}
     for launcher in ("hydra", "srun"):
         desk.profile(f"mpi: {{launcher: {launcher}, pmi: pmi2}}\n")
@@ -92,9 +92,9 @@ def own_names(desk: Desk, **lines: str) -> Iterator[None]:
 
 
 def test_training_and_programs_meet_where_a_node_s_own_name_means_loopback(desk: Desk) -> None:
-    from hpcrun.specs.shipped import shipped
+    from hpcrun.specs.shipped import shipped_file
 
-    shutil.copy(shipped("jobs/demo.yaml"), desk.path)
+    shutil.copy(shipped_file("jobs/demo.yaml"), desk.path)
     (desk.path / "own.py").write_text(TORCH)
     with own_names(desk, n01="127.0.1.1 n01", n02="127.0.0.1 localhost n02"):
         run = desk.submit("demo.yaml", *DEMO, "resources.nodes=2", "resources.time=10m", "resources.mem=4G")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.cluster import Lab, Shape
 from tests.lab.desk import Desk, records, story
@@ -25,11 +25,11 @@ resources: {nodes: 4, spares: 4, mem: 2G, placement: spread}
 
 def steps(run: RunDir) -> dict[int, float]:
     """The loss of each step, as the newest attempt has it."""
-    return {line["step"]: line["loss"] for line in read_lines(run.metrics) if line.get("kind") == "step"}
+    return {line["step"]: line["loss"] for line in read_json_lines(run.metrics) if line.get("kind") == "step"}
 
 
 def events(run: RunDir, name: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(run.events) if line["event"] == name]
+    return [line for line in read_json_lines(run.events) if line["event"] == name]
 
 
 def stored(run: RunDir, level: str) -> list[int]:

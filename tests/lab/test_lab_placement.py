@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.fabric.node_topology import fold_cpus
+from hpcrun.fabric.node_topology import format_cpu_list
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 
@@ -113,7 +113,7 @@ def test_ranks_are_bound_as_the_placement_says(desk: Desk, launcher: str) -> Non
     run = desk.submit("name=bound", *pin, "resources.ranks_per_node=2", "--", "sh", "-c", see)
     assert desk.ended(run)["status"] == "done", story(run)
     placement = records(run, "attempts/1/placement.json")[0]
-    share = {"n01": fold_cpus(MINE), "n02": str(MINE[-1])}
+    share = {"n01": format_cpu_list(MINE), "n02": str(MINE[-1])}
     for rank, (node, binding) in enumerate(zip(placement["ranks"], placement["bindings"], strict=True)):
         assert binding["cpus"] == share[node]
         said = run.attempt(1).log(rank).read_text().splitlines()

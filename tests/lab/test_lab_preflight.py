@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from tests.lab.desk import Desk, records, story
 
 PROFILE = "file_systems: {scratch: {path: /run/scratch, kind: local, shared: false}}\n"
@@ -15,7 +15,7 @@ def test_a_node_with_a_full_disk_is_left_out_now_and_at_the_next_submission(desk
     run = desk.submit("name=full", *WORDS, "sh", "-c", "echo here")
     assert desk.ended(run)["status"] == "done", story(run)
     assert records(run, "attempts/1/placement.json")[0]["nodes"] == ["n01", "n03"]
-    event = next(line for line in read_lines(run.events) if line["event"] == "preflight")
+    event = next(line for line in read_json_lines(run.events) if line["event"] == "preflight")
     assert (event["nodes"], event["excluded"]) == (3, ["n02"])
     failed = [(one["node"], one["check"]) for one in event["found"] if one["verdict"] == "fail"]
     assert failed == [("n02", "space"), ("n02", "write")]

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 
@@ -22,7 +22,9 @@ resources: {nodes: 2, time: 10m, mem: 2G}
 
 def steps(run: RunDir) -> list[tuple[int, float]]:
     """Every line of a step, doubled ones too."""
-    return [(line["step"], line["loss"]) for line in read_lines(run.metrics) if line.get("kind") == "step"]
+    return [
+        (line["step"], line["loss"]) for line in read_json_lines(run.metrics) if line.get("kind") == "step"
+    ]
 
 
 def outcomes(run: RunDir) -> list[tuple[str, str | None]]:

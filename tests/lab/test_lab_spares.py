@@ -10,7 +10,7 @@ import pytest
 
 from hpcrun.runs.lease import LEADER_TIMEOUT_S
 from hpcrun.runs.ledger import read_ledger
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 
@@ -27,7 +27,7 @@ resources: {nodes: 2, spares: 1, mem: 2G}
 
 def steps(run: RunDir) -> dict[int, float]:
     """The loss of each step, as the newest attempt has it."""
-    return {line["step"]: line["loss"] for line in read_lines(run.metrics) if line.get("kind") == "step"}
+    return {line["step"]: line["loss"] for line in read_json_lines(run.metrics) if line.get("kind") == "step"}
 
 
 def outcomes(run: RunDir) -> list[tuple[str, str | None, str | None]]:
@@ -46,7 +46,7 @@ def test_a_killed_rank_and_a_lost_node_cost_an_attempt_each_and_no_requeue(desk:
     record = json.loads(run.attempt(1).rank_record(1).read_text())
     desk.lab.node(record["node"]).run(["kill", "-9", str(record["pid"])]).require_success()
     desk.until(lambda: (run.attempt(2).path / "placement.json").exists(), run)
-    desk.until(lambda: any(line.get("attempt") == 2 for line in read_lines(run.metrics)), run)
+    desk.until(lambda: any(line.get("attempt") == 2 for line in read_json_lines(run.metrics)), run)
     # The batch host, n01, has the supervisor; the other node of the ranks goes.
     lost = records(run, "attempts/2/placement.json")[0]["nodes"][1]
     desk.lab.node(lost).power_off()
@@ -55,7 +55,7 @@ def test_a_killed_rank_and_a_lost_node_cost_an_attempt_each_and_no_requeue(desk:
     third = records(run, "attempts/3/placement.json")[0]
     assert lost not in third["nodes"]
     assert steps(run) == steps(undisturbed)
-    told = [line for line in read_lines(run.events) if line["event"] == "relaunch"]
+    told = [line for line in read_json_lines(run.events) if line["event"] == "relaunch"]
     assert [line["spares_left"] for line in told] == [1, 0]
 
 
@@ -69,7 +69,7 @@ def test_what_fails_twice_in_the_same_way_is_not_tried_again(desk: Desk) -> None
 
 
 def events(run: RunDir, name: str) -> list[dict[str, Any]]:
-    return [line for line in read_lines(run.events) if line["event"] == name]
+    return [line for line in read_json_lines(run.events) if line["event"] == name]
 
 
 def undisturbed(desk: Desk) -> RunDir:
@@ -102,12 +102,12 @@ def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
     assert steps(run) == steps(before)
     assert events(run, "fault")[0]["nodes"] == ["n01"]
     desk.until(lambda: nothing_is_left(desk), run)
-    first_new = next(line["time"] for line in read_lines(run.metrics) if line["attempt"] == 2)
+    first_new = next(line["time"] for line in read_json_lines(run.metrics) if line["attempt"] == 2)
     print(f"takeover after {took['time'] - off:.1f} s, first new step after {first_new - off:.1f} s")
     told = desk.hpcrun("events", run.id).stdout
     assert f"the supervisor on n01 is gone; {took['host']} goes on with the run" in told
     ledger = read_ledger(run)
-    times = [line["time"] for line in read_lines(run.events)]
+    times = [line["time"] for line in read_json_lines(run.events)]
     assert ledger.wall_s == pytest.approx(times[-1] - times[0], abs=0.5)
     assert [(one.cause, one.node) for one in ledger.faults] == [("node", "n01")]
 
@@ -151,9 +151,9 @@ def test_who_took_over_is_asked_to_save_and_to_stop(desk: Desk) -> None:
     run = desk.submit("job.yaml", "train.steps=100000", "checkpoint.every=0")
     desk.until(lambda: len(steps(run)) > 6, run)
     desk.lab.node("n01").power_off()
-    desk.until(lambda: any(line.get("attempt") == 2 for line in read_lines(run.metrics)), run)
+    desk.until(lambda: any(line.get("attempt") == 2 for line in read_json_lines(run.metrics)), run)
     assert "to save and go on" in desk.hpcrun("save", run.id).stdout
-    desk.until(lambda: any(line.get("kind") == "save" for line in read_lines(run.metrics)), run)
+    desk.until(lambda: any(line.get("kind") == "save" for line in read_json_lines(run.metrics)), run)
     state = json.loads(desk.hpcrun("status", run.id, "--json").stdout)
     assert (state["state"], state["attempt"]) == ("running", 2)
     desk.hpcrun("stop", run.id)
@@ -202,7 +202,7 @@ def test_a_batch_host_that_is_cut_off_stands_back(desk: Desk) -> None:
     desk.until(lambda: nothing_is_left(desk), run)
     assert outcomes(run) == [("failed", "node", None), ("done", None, None)]
     assert steps(run) == steps(before)
-    told = list(read_lines(run.events))
+    told = list(read_json_lines(run.events))
     assert {line["host"] for line in told[: told.index(took)]} == {"n01"}
     assert {line["host"] for line in told[told.index(took) :]} == {took["host"]}
     assert "another supervisor has taken over; this one stands back" in story(run)

@@ -193,9 +193,9 @@ def test_an_interrupt_before_the_answer_leaves_no_job(lab: Lab, tmp_path: Path) 
 
 ASK = """
 import sys
-from hpcrun.slurm.queue import Question, ask_jobs
-asked = [Question(int(sys.argv[1]), run=run) for run in sys.argv[2:]]
-answers = ask_jobs(asked)
+from hpcrun.slurm.queue import JobQuery, query_jobs
+asked = [JobQuery(int(sys.argv[1]), run=run) for run in sys.argv[2:]]
+answers = query_jobs(asked)
 print(*(answers[one].record is not None for one in asked))
 """
 

@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from tests.lab.cluster import Lab
 
 JOB = """
@@ -27,7 +27,7 @@ def test_srun_starts_the_ranks_of_a_job_on_four_nodes(lab: Lab, tmp_path: Path) 
     (run,) = (tmp_path / "runs").iterdir()
     records = [json.loads(path.read_text()) for path in (run / "attempts/1/ranks").glob("rank-*.json")]
     assert {record["node"] for record in records} == {"n01", "n02", "n03", "n04"}
-    assert [line["step"] for line in read_lines(run / "metrics.jsonl") if line["kind"] == "step"] == [
+    assert [line["step"] for line in read_json_lines(run / "metrics.jsonl") if line["kind"] == "step"] == [
         1,
         2,
         3,

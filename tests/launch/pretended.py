@@ -24,7 +24,7 @@ from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.placement import Placement, in_blocks
+from hpcrun.specs.placement import Placement, place_in_blocks
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.submission.prepare import PreparedJob
@@ -101,7 +101,7 @@ class PretendedSite(RunContext):
     ) -> Placement:
         ranks = plan.degrees.world_size if plan else spec.ranks
         usable = [node for node in nodes.alive if node not in excluded]
-        self.pretended.where = in_blocks(usable, ranks, self.per_node(spec)).ranks
+        self.pretended.where = place_in_blocks(usable, ranks, self.per_node(spec)).ranks
         return PretendedPlacement(self.pretended.where)
 
 

@@ -12,7 +12,7 @@ from hpcrun.launch import rank_shim
 from hpcrun.launch.watch.progress import progress
 from hpcrun.launcher_world import detect_world
 from hpcrun.specs import rank_error
-from hpcrun.specs.records import LineWriter, write_json
+from hpcrun.specs.records import JsonLineWriter, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
 GIVE_UP_S = 30.0
@@ -46,7 +46,7 @@ def main(mode: str, run_dir: str, number: str) -> None:
 
     if mode == "done" or mode == f"wait-until-{number}":
         if rank == 0:
-            metrics = LineWriter(attempt.run.metrics)
+            metrics = JsonLineWriter(attempt.run.metrics)
             for step in (1, 2, 3):
                 metrics.write({"attempt": attempt.number, "kind": "step", "step": step, "loss": 3.0 - step})
             metrics.close()

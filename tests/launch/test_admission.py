@@ -35,7 +35,7 @@ from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_job
 from hpcrun.specs.placement import Placement, write_placement
-from hpcrun.specs.records import read_json, read_lines, write_json
+from hpcrun.specs.records import read_json, read_json_lines, write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
@@ -218,7 +218,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_not_well(site: Site, requeues
     assert outcome.status == "done"
     assert read_json(outcome.run.attempt(1).placement)["nodes"] == ["n01", "n03"]
     assert "preflight: n02: space: /tmp: 0 MiB are free; the node is left out" in observer.notes
-    event = next(read_lines(outcome.run.events))
+    event = next(read_json_lines(outcome.run.events))
     assert (event["event"], event["excluded"], event["attempt"]) == ("preflight", ["n02"], 1)
     (one,) = seen()
     assert (one.node, one.cause, one.run, one.attempt, one.job) == (
@@ -235,7 +235,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_not_well(site: Site, requeues
 def test_without_preflight_nobody_is_asked(site: Site, requeues: Path) -> None:
     outcome, _ = run(site, {"n02": said(FULL)}, words=["preflight=false"])
     assert read_json(outcome.run.attempt(1).placement)["nodes"] == ["n01", "n02"]
-    assert "preflight" not in [one["event"] for one in read_lines(outcome.run.events)]
+    assert "preflight" not in [one["event"] for one in read_json_lines(outcome.run.events)]
     assert seen() == []
 
 
@@ -254,7 +254,7 @@ def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
     assert outcome.run.read_exit() is None, "it is in the queue"
     assert read_json(outcome.run.attempt(1).outcome)["requeued"] == "node"
     assert {one.node for one in seen()} == {"n02", "n03"}
-    events = [one["event"] for one in read_lines(outcome.run.events)]
+    events = [one["event"] for one in read_json_lines(outcome.run.events)]
     assert events == ["preflight", "exit", "requeue"]
     run(site, ill, resume=outcome.run)
     third, _ = run(site, ill, resume=outcome.run)

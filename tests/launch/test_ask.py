@@ -17,14 +17,14 @@ from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.runs.control import SaveRequest, request_save, request_stop, wait_for_saves
 from hpcrun.runs.follow import PollIntervals
-from hpcrun.specs.provenance import Provenance, Submission, write_provenance
+from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 
 AT_ONCE = PollIntervals(records=0.01, slurm=0.01, slurm_max=0.01, believe=0.0)
 
 
-def make(*submissions: Submission, steps: int | None = 10, kind: Any = "train") -> RunDir:
+def make(*submissions: SubmissionRecord, steps: int | None = 10, kind: Any = "train") -> RunDir:
     run = create_run("r")
     run.spec.write_text("name: r\n")
     words: dict[str, Any] = dict.fromkeys(("name", "user", "host", "directory", "hpcrun", "python"), "x")
@@ -105,7 +105,7 @@ def test_a_process_here_is_asked_by_a_signal(supervisor: subprocess.Popen[str]) 
 
 
 def test_a_job_is_asked_through_its_batch_shell(slurm: Slurm) -> None:
-    run = begin(make(Submission(1.0, job=7, cluster="north")), job=7)
+    run = begin(make(SubmissionRecord(1.0, job=7, cluster="north")), job=7)
     slurm.queue(("7", "RUNNING"))
     assert request_save(run).lines == [f"{run.id}: asked job 7 to save and go on"]
     assert slurm.cancelled == ["scancel --state=RUNNING --batch --signal=USR1 -M north 7"]
@@ -116,7 +116,7 @@ def test_a_job_is_asked_through_its_batch_shell(slurm: Slurm) -> None:
 def test_who_has_taken_over_is_asked_on_its_node(slurm: Slurm, supervisor: subprocess.Popen[str]) -> None:
     """The batch shell of the job is gone with its host."""
     who = here(supervisor) | {"host": "n02"}
-    run = begin(make(Submission(1.0, job=7)), job=7, taken_over=2, **who)
+    run = begin(make(SubmissionRecord(1.0, job=7)), job=7, taken_over=2, **who)
     slurm.queue(("7", "RUNNING"))
     slurm.path.joinpath("srun").write_text(
         f'#!/bin/sh\necho "srun $*" >> {slurm.path}/calls\nPATH=/usr/bin:/bin\n'
@@ -132,13 +132,13 @@ def test_who_has_taken_over_is_asked_on_its_node(slurm: Slurm, supervisor: subpr
     calls = (slurm.path / "calls").read_text()
     assert "srun --jobid=7 --overlap --nodes=1 --ntasks=1 --nodelist=n02" in calls
     # Another process may have its number by now.
-    again = begin(make(Submission(1.0, job=7)), job=7, taken_over=2, **{**who, "start_ticks": 1})
+    again = begin(make(SubmissionRecord(1.0, job=7)), job=7, taken_over=2, **{**who, "start_ticks": 1})
     with pytest.raises(SiteError, match="it has ended just now"):
         request_save(again)
 
 
 def test_of_a_sweep_only_elements_that_have_begun_are_asked(slurm: Slurm) -> None:
-    run = make(Submission(1.0, job=9, array="0-4"))
+    run = make(SubmissionRecord(1.0, job=9, array="0-4"))
     write_json(run.sweep, [{"train.lr": 0.1}] * 5)
     slurm.queue(*((f"9_{number}", "RUNNING") for number in range(4)), ("9_[4]", "PENDING"))
     for number in (0, 2, 3):
@@ -152,7 +152,7 @@ def test_of_a_sweep_only_elements_that_have_begun_are_asked(slurm: Slurm) -> Non
 
 def test_who_is_not_up_yet_is_left_alone(slurm: Slurm) -> None:
     """A batch shell that has set no traps would die of the signal."""
-    early = make(Submission(100.0, job=7))
+    early = make(SubmissionRecord(100.0, job=7))
     slurm.queue(("7", "RUNNING"))
     with pytest.raises(UsageError, match=r"is about to start \(the job has started.*nothing to save yet"):
         request_save(early)
@@ -167,7 +167,7 @@ def test_who_is_not_up_yet_is_left_alone(slurm: Slurm) -> None:
 
 
 def test_what_is_over_or_unknown_cannot_be_asked(slurm: Slurm) -> None:
-    run = begin(make(Submission(1.0, job=7)), job=7)
+    run = begin(make(SubmissionRecord(1.0, job=7)), job=7)
     slurm.command("squeue", "slurm is not here", code=1)
     with pytest.raises(SiteError, match=r"nothing was asked: squeue .*slurm is not here"):
         request_save(run)
@@ -177,7 +177,7 @@ def test_what_is_over_or_unknown_cannot_be_asked(slurm: Slurm) -> None:
 
 
 def test_a_refusal_of_slurm_is_told_in_its_words(slurm: Slurm) -> None:
-    run = begin(make(Submission(1.0, job=7)), job=7)
+    run = begin(make(SubmissionRecord(1.0, job=7)), job=7)
     slurm.queue(("7", "RUNNING"))
     slurm.command("scancel", "scancel: error: Access denied", code=1)
     with pytest.raises(SiteError, match="Access denied"):

@@ -15,8 +15,14 @@ from pathlib import Path
 import pytest
 
 from hpcrun.fabric import inventory
-from hpcrun.fabric.inventory import Inventory, gpus_of_job, parse_inventory, take_inventory, try_inventory
-from hpcrun.fabric.node_topology import fold_cpus, parse_cpus
+from hpcrun.fabric.inventory import (
+    NodeInventory,
+    gpus_visible_to_job,
+    parse_node_inventory,
+    read_node_inventory,
+    try_read_node_inventory,
+)
+from hpcrun.fabric.node_topology import format_cpu_list, parse_cpu_list
 from hpcrun.launch.device_assignment import BindingInputs, assign_devices, binding_inputs
 from hpcrun.launch.node_environment import node_table_path, render_node_table
 from hpcrun.launch.rank_command import rank_command
@@ -25,7 +31,7 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Binding, BoundBy, Placement, read_placement, write_placement
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, create_run
-from hpcrun.specs.settings import Settings
+from hpcrun.specs.settings import CommSettings
 from tests.fabric.test_host import Tree
 
 HERE = os.uname().nodename
@@ -34,7 +40,7 @@ needs_two_cpus = pytest.mark.skipif(len(MINE) < 2, reason="needs two CPUs; give 
 UUIDS = [f"GPU-0000000{number}-aaaa-bbbb-cccc-000000000000" for number in range(4)]
 
 
-def two_sockets(root: Path, *, gpus: int = 4, cpus: str = "0-15") -> Inventory:
+def two_sockets(root: Path, *, gpus: int = 4, cpus: str = "0-15") -> NodeInventory:
     """Two NUMA nodes of eight CPUs, half of the GPUs on each, each with an adapter behind its switch."""
     tree = Tree(root)
     tree.numa(node0="0-7", node1="8-15")
@@ -43,10 +49,12 @@ def two_sockets(root: Path, *, gpus: int = 4, cpus: str = "0-15") -> Inventory:
         switch = f"pci0000:{number}0/0000:{number}0:01.0/0000:{number}0:02.0"
         tree.gpu(f"{switch}/0000:{number}0:03.0", numa, f"{8 * numa}-{8 * numa + 7}", UUIDS[number])
         tree.hca(f"mlx5_{number}", f"{switch}/0000:{number}0:04.0", numa)
-    return replace(take_inventory(root), cpus=frozenset(parse_cpus(cpus)))
+    return replace(read_node_inventory(root), cpus=frozenset(parse_cpu_list(cpus)))
 
 
-def decided(node: Inventory, ranks: int, around: BindingInputs | None = None) -> tuple[Placement, list[str]]:
+def decided(
+    node: NodeInventory, ranks: int, around: BindingInputs | None = None
+) -> tuple[Placement, list[str]]:
     return assign_devices(Placement(("n1",) * ranks), {"n1": node}, around or BindingInputs())
 
 
@@ -67,19 +75,19 @@ def test_each_rank_gets_a_gpu_and_what_is_near_to_it(tmp_path: Path) -> None:
 
 def test_an_inventory_travels(tmp_path: Path) -> None:
     node = two_sockets(tmp_path)
-    there = parse_inventory(json.loads(json.dumps(node.as_json())))
+    there = parse_node_inventory(json.loads(json.dumps(node.as_json())))
     assert there is not None
     assert decided(there, 4) == decided(node, 4)
-    assert [parse_inventory(said) for said in (None, {}, {"gpus": [{"index": 0}]}, "no")] == [None] * 4
+    assert [parse_node_inventory(said) for said in (None, {}, {"gpus": [{"index": 0}]}, "no")] == [None] * 4
 
 
 def test_a_driver_that_is_stuck_costs_the_binding_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = try_inventory()
+    here = try_read_node_inventory()
     assert here is not None
     assert here.cpus == frozenset(MINE)
     stuck = threading.Event()
-    monkeypatch.setattr(inventory, "inside", lambda root: stuck.wait(30))
-    assert try_inventory(0.01) is None
+    monkeypatch.setattr(inventory, "read_node_topology", lambda root: stuck.wait(30))
+    assert try_read_node_inventory(0.01) is None
     stuck.set()
 
 
@@ -124,9 +132,9 @@ def test_only_what_the_job_has_is_used(tmp_path: Path) -> None:
 
 def test_one_numa_node_leaves_every_rank_what_the_job_has(tmp_path: Path) -> None:
     Tree(tmp_path).numa(node0="0-7")
-    one = replace(take_inventory(tmp_path), cpus=frozenset(range(2, 6)))
+    one = replace(read_node_inventory(tmp_path), cpus=frozenset(range(2, 6)))
     assert cpus(decided(one, 2)[0]) == ["2-5", "2-5"]
-    nothing = replace(take_inventory(tmp_path / "no"), cpus=frozenset({1}))
+    nothing = replace(read_node_inventory(tmp_path / "no"), cpus=frozenset({1}))
     assert cpus(decided(nothing, 2)[0]) == ["1", "1"]
 
 
@@ -175,8 +183,8 @@ def test_which_gpus_are_the_job_s(
 ) -> None:
     there = two_sockets(tmp_path).inside.gpus
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpus_of_job(there, environ, asked, in_slurm=in_slurm) == expected
-    assert gpus_of_job((), environ, asked, in_slurm=in_slurm) == []
+    assert gpus_visible_to_job(there, environ, asked, in_slurm=in_slurm) == expected
+    assert gpus_visible_to_job((), environ, asked, in_slurm=in_slurm) == []
 
 
 def test_gpus_that_are_not_known_are_told_and_nothing_is_guessed(tmp_path: Path) -> None:
@@ -236,7 +244,7 @@ def in_a_child(binding: Binding | None, *before: str) -> dict[str, str]:
 
 @needs_two_cpus
 def test_a_rank_binds_itself() -> None:
-    every, last = fold_cpus(MINE), str(MINE[-1])
+    every, last = format_cpu_list(MINE), str(MINE[-1])
     assert in_a_child(Binding(0, cpus=last)) == {"before": every, "cpus": last}
     assert in_a_child(None) == {"before": every, "cpus": every}
     if shutil.which("taskset"):
@@ -260,7 +268,7 @@ def run_script(
 ) -> tuple[int, str]:
     """Start a rank of a program as the launcher would; its exit code and what it printed."""
     placed = replace(Placement((HERE,), bindings=(binding,)), bound_by=bound_by)
-    node_table_path(attempt).write_text(render_node_table(Settings(), placed))
+    node_table_path(attempt).write_text(render_node_table(CommSettings(), placed))
     attempt.hosts.write_text(f"{HERE}\n")
     words = rank_command(attempt, JobSpec(command=list(PROGRAM)), placed, {})
     environ = {"PATH": path or os.environ["PATH"], "PMI_RANK": "0"}
@@ -281,13 +289,13 @@ def test_a_program_s_rank_is_bound_and_told_what_is_near(attempt: Attempt) -> No
     for line in (f"HPCRUN_CPUS={last}", "HPCRUN_NIC=mlx5_1", f"HPCRUN_GPU_UUID={UUIDS[1]}", "LOCAL_RANK=0"):
         assert f"{line}\n" in said
     record = read_json(attempt.rank_record(0)) or {}
-    assert record["binding"] == {"before": fold_cpus(MINE), "cpus": last}
+    assert record["binding"] == {"before": format_cpu_list(MINE), "cpus": last}
 
 
 @needs_two_cpus
 @needs_taskset
 def test_a_program_s_rank_that_somebody_has_bound_is_caught(attempt: Attempt) -> None:
-    every, first = fold_cpus(MINE), str(MINE[0])
+    every, first = format_cpu_list(MINE), str(MINE[0])
     code, said = run_script(attempt, Binding(0, cpus=every), "taskset", "-c", first)
     told = f"is to run on CPUs {every}, and has been bound to {first} before it has started"
     assert (code, said) == (3, "")
@@ -306,7 +314,7 @@ def test_without_taskset_a_rank_says_so_and_runs(attempt: Attempt, tmp_path: Pat
     code, said = run_script(attempt, Binding(0, cpus=str(MINE[-1])), path=str(tools))
     assert code == 0
     assert re.match(
-        rf"hpcrun: there is no taskset on {HERE}: its ranks run on CPUs {fold_cpus(MINE)}\n", said
+        rf"hpcrun: there is no taskset on {HERE}: its ranks run on CPUs {format_cpu_list(MINE)}\n", said
     )
 
 
@@ -314,4 +322,4 @@ def test_nothing_is_bound_where_nothing_was_decided(attempt: Attempt) -> None:
     code, said = run_script(attempt, Binding(0))
     assert code == 0
     assert "HPCRUN_CPUS" not in said
-    assert f"on {fold_cpus(MINE)}\n" in said
+    assert f"on {format_cpu_list(MINE)}\n" in said

@@ -26,7 +26,7 @@ from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.mesh import ParallelDegrees
 from hpcrun.runs.event_text import format_events
 from hpcrun.specs.placement import Placement, write_placement
-from hpcrun.specs.records import read_json, read_lines, write_json
+from hpcrun.specs.records import read_json, read_json_lines, write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from tests.launch.conftest import Recorder, Site
 
@@ -51,7 +51,7 @@ class Live:
         return process.descendants(self.record(rank)["pid"])[0].pid
 
     def struck(self) -> list[tuple[str, Any, str]]:
-        return [(one["do"], one["rank"], one["text"]) for one in read_lines(self.run.chaos)]
+        return [(one["do"], one["rank"], one["text"]) for one in read_json_lines(self.run.chaos)]
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
@@ -103,9 +103,9 @@ def test_a_killed_rank_of_training_is_told_as_a_rehearsal(site: Site) -> None:
     outcome = site.run("wait", ranks=3, observer=Recorder(on_ready=kill))
     pid = read_json(outcome.run.attempt(1).rank_record(1))["pid"]
     assert outcome.message.startswith(f"rank 1 on node {NODE} (pid {pid}) was killed by signal 9 (SIGKILL)")
-    (record,) = read_lines(outcome.run.chaos)
+    (record,) = read_json_lines(outcome.run.chaos)
     assert record["pids"] == [pid]
-    ended = next(one for one in read_lines(outcome.run.events) if one["event"] == "rank ended")
+    ended = next(one for one in read_json_lines(outcome.run.events) if one["event"] == "rank ended")
     assert 0 < record["monotonic"] < ended["monotonic"]
     told = [entry.text for entry in format_events(outcome.run)]
     at = told.index(f"rehearsal on {NODE}: SIGKILL to rank 1")
@@ -187,7 +187,7 @@ def test_nothing_but_the_run_is_touched(live: Live) -> None:
         assert stranger.poll() is None
         stranger.kill()
     assert live.supervisor.poll() is None
-    assert list(read_lines(live.run.chaos)) == []
+    assert list(read_json_lines(live.run.chaos)) == []
 
 
 @pytest.mark.parametrize(
@@ -374,7 +374,7 @@ def test_a_scenario_is_played_in_order_until_the_run_is_over(live: Live, tmp_pat
         ("slow", "over"),
         ("kill-rank", "struck"),
     ]
-    assert records == list(read_lines(live.run.chaos))
+    assert records == list(read_json_lines(live.run.chaos))
     assert notes == [f"the run was over before step 4 (kill-rank, {path}:9)"]
 
 

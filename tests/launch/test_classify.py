@@ -91,7 +91,7 @@ def test_what_the_machine_brings_about(message: str) -> None:
 
 
 def test_by_the_place_of_an_error() -> None:
-    place = '  File "/opt/x/hpcrun/runtime/data.py", line 88, in __next__\n'
+    place = '  File "/opt/x/hpcrun/runtime/data_loader.py", line 88, in __next__\n'
     assert classify_crash({"message": "index 9 is out of bounds", "traceback": place}) == "data"
 
 

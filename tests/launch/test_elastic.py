@@ -11,7 +11,7 @@ from hpcrun.launch.elastic_plan import min_nodes, plan_for_nodes
 from hpcrun.runs import run_state
 from hpcrun.runs.describe import describe_run
 from hpcrun.runs.event_text import format_events
-from hpcrun.specs.records import read_json, read_lines
+from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.submission.prepare import PreparedJob, prepare_job
 from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
@@ -53,7 +53,7 @@ def test_a_lost_node_costs_its_replica_and_the_batch_stays(site: Site) -> None:
     outcome = run(site, "a b c", ["b", "a"], "parallel.dp_shard=3", "elastic={}")
     assert outcome.status == "done", outcome.message
     assert plans(outcome) == [(3, 3, 3, None), (2, 2, 3, 3), (1, 1, 3, 3)]
-    told = [line for line in read_lines(outcome.run.events) if line["event"] == "relaunch"]
+    told = [line for line in read_json_lines(outcome.run.events) if line["event"] == "relaunch"]
     assert [(one["replicas"], one["replicas_before"], one["replicas_whole"]) for one in told] == [
         (2, 3, 3),
         (1, 2, 3),
@@ -74,7 +74,7 @@ def test_the_nodes_of_a_broken_replica_become_spares(site: Site) -> None:
     outcome = run(site, "a b c d", ["c", "a"], *overrides)
     assert outcome.status == "done", outcome.message
     assert [plan[:2] for plan in plans(outcome)] == [(4, 2), (2, 1), (2, 1)]
-    told = [line for line in read_lines(outcome.run.events) if line["event"] == "relaunch"]
+    told = [line for line in read_json_lines(outcome.run.events) if line["event"] == "relaunch"]
     assert [one["spares_left"] for one in told] == [1, 0]
 
 
@@ -82,7 +82,7 @@ def test_it_grows_with_the_nodes_that_are_there(site: Site) -> None:
     outcome = run(site, "a b c d", ["b", "c", ">bc"], "parallel.dp_shard=4", "elastic={}")
     assert outcome.status == "done", outcome.message
     assert [plan[:2] for plan in plans(outcome)] == [(4, 4), (3, 3), (2, 2), (4, 4)]
-    (told, *_) = [line for line in read_lines(outcome.run.events) if line["event"] == "relaunch"][::-1]
+    (told, *_) = [line for line in read_json_lines(outcome.run.events) if line["event"] == "relaunch"][::-1]
     assert (told["replicas"], told["replicas_before"], told["replicas_whole"]) == (4, 2, 4)
     lines = [entry.text for entry in format_events(outcome.run) if entry.what == "relaunch"]
     assert lines[-1] == "relaunch in the same allocation with 4 of 4 replicas, it had 2; 0 spares left"

@@ -17,7 +17,7 @@ from hpcrun.launch import supervisor as supervisors
 from hpcrun.runs import lease
 from hpcrun.specs import io_retry
 from hpcrun.specs.io_retry import retry_while_full
-from hpcrun.specs.records import LineWriter, read_json, read_lines, write_json
+from hpcrun.specs.records import JsonLineWriter, read_json, read_json_lines, write_json
 from tests.launch.conftest import Site
 
 
@@ -60,21 +60,21 @@ def test_a_run_directory_that_is_full_for_a_moment_costs_neither_the_run_nor_its
         full.setdefault(path.name, Full()).pass_through()
         write_json(path, value)
 
-    def append(writer: LineWriter, record: dict[str, Any]) -> None:
+    def append(writer: JsonLineWriter, record: dict[str, Any]) -> None:
         full.setdefault(record["event"], Full()).pass_through()
         whole(writer, record)
 
-    whole = LineWriter.write
+    whole = JsonLineWriter.write
     monkeypatch.setattr(supervisors, "write_json", write)
     monkeypatch.setattr(outcome, "write_json", write)
-    monkeypatch.setattr(LineWriter, "write", append)
+    monkeypatch.setattr(JsonLineWriter, "write", append)
     result = site.run("done", "preflight=false")
     assert result.status == "done"
     run = result.run
     assert {"supervisor.json", "result.json", "exit.json", "launch", "exit"} <= full.keys()
     assert [one.number for one in run.attempts()] == [1]
     assert read_json(run.exit)["status"] == "done"
-    told = [one["event"] for one in read_lines(run.events)]
+    told = [one["event"] for one in read_json_lines(run.events)]
     assert (told[0], told[-1], told.count("ranks met")) == ("launch", "exit", 1)
 
 
@@ -100,14 +100,14 @@ def test_a_log_that_is_full_does_not_change_the_exit_code() -> None:
 
 
 def test_a_leader_s_line_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full, whole = Full(), LineWriter.write
+    full, whole = Full(), JsonLineWriter.write
 
-    def append(writer: LineWriter, record: dict[str, Any]) -> None:
+    def append(writer: JsonLineWriter, record: dict[str, Any]) -> None:
         full.pass_through()
         whole(writer, record)
 
-    monkeypatch.setattr(LineWriter, "write", append)
+    monkeypatch.setattr(JsonLineWriter, "write", append)
     writer = lease.LeaderEventWriter(tmp_path / "events.jsonl", lambda: None)
     writer.write({"event": "launch"})
-    assert [one["event"] for one in read_lines(tmp_path / "events.jsonl")] == ["launch"]
+    assert [one["event"] for one in read_json_lines(tmp_path / "events.jsonl")] == ["launch"]
     writer.close()

@@ -21,7 +21,7 @@ from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.generations import save
 
 
@@ -51,7 +51,7 @@ class Far:
 
     @property
     def steps(self) -> list[int]:
-        return [one.step for one in saved_steps(self.run.checkpoints)]
+        return [one.step for one in resumable_checkpoints(self.run.checkpoints)]
 
 
 @pytest.fixture

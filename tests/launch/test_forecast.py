@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.slurm.cluster_state import read_cluster
+from hpcrun.slurm.cluster_state import parse_cluster_answers
 from hpcrun.submission.placement_preview import load_network
 
 NODE = "NodeName={} CPUTot=8 RealMemory=64000 State={} Partitions=main{}\n"
@@ -29,7 +29,7 @@ NODE = "NodeName={} CPUTot=8 RealMemory=64000 State={} Partitions=main{}\n"
     ],
 )
 def test_a_node_is_free_where_slurm_gives_it_to_a_job_now(state: str, word: str) -> None:
-    network = load_network(None, read_cluster({"nodes": NODE.format("n1", state, "")}))
+    network = load_network(None, parse_cluster_answers({"nodes": NODE.format("n1", state, "")}))
     assert dict(network.states) == {"n1": word}
 
 
@@ -37,6 +37,6 @@ def test_nodes_of_the_job_s_own_reservation_are_free_to_it() -> None:
     nodes = NODE.format("n1", "IDLE+RESERVED", "\n   ReservationName=ours")
     nodes += NODE.format("n2", "IDLE+RESERVED", "\n   ReservationName=theirs")
     nodes += NODE.format("n3", "IDLE+RESERVED", "")
-    live = read_cluster({"nodes": nodes})
+    live = parse_cluster_answers({"nodes": nodes})
     assert load_network(None, live).free == []
     assert load_network(None, live, reservation="ours").free == ["n1"]

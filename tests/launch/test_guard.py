@@ -16,7 +16,7 @@ from hpcrun.chaos.inject import find_target, inject_fault
 from hpcrun.runs.event_text import format_events
 from hpcrun.runs.lease import read_leader
 from hpcrun.runs.run_lock import read_supervisor_record
-from hpcrun.specs.records import read_json, read_lines
+from hpcrun.specs.records import read_json, read_json_lines
 from tests.launch.batch import HOST, LOOP, ROOT, Job, over, pretended_nodes, spec_of, submitted
 
 
@@ -41,7 +41,7 @@ def test_another_supervisor_goes_on_with_the_run_of_one_that_was_killed(job: Job
     assert job.relaunches() == ["supervisor lost", None]
     told = [entry.text for entry in format_events(job.run)]
     assert f"the supervisor on {HOST} was killed by SIGKILL" in told
-    (fault,) = [one for one in read_lines(job.run.events) if one["event"] == "fault"]
+    (fault,) = [one for one in read_json_lines(job.run.events) if one["event"] == "fault"]
     assert (fault["cause"], fault["nodes"], fault["kind"]) == ("supervisor lost", [], "infrastructure")
     assert "Traceback" not in (job.place / "said").read_text()
 
@@ -54,7 +54,9 @@ def test_signals_reach_the_supervisor_that_came_back_and_the_exit_code_is_the_ru
     ended = job.run.read_exit()
     assert ended is not None
     assert ended["message"].startswith("stopped by SIGTERM, as asked")
-    assert [one["signal"] for one in read_lines(job.run.events) if one["event"] == "signal"] == ["SIGTERM"]
+    assert [one["signal"] for one in read_json_lines(job.run.events) if one["event"] == "signal"] == [
+        "SIGTERM"
+    ]
 
 
 def test_the_batch_shell_sees_at_once_that_its_command_listens(job: Job) -> None:
@@ -147,7 +149,7 @@ def test_agents_come_to_the_supervisor_that_comes_back_and_no_node_is_lost(sprea
     assert (leader.epoch, after.epoch) == (1, 2)
     assert spread.end() == 0
     assert spread.relaunches() == ["supervisor lost", None]
-    assert [one for one in read_lines(spread.run.events) if one["event"] == "node lost"] == []
+    assert [one for one in read_json_lines(spread.run.events) if one["event"] == "node lost"] == []
     record = read_supervisor_record(spread.run)
     assert record["taken_over"] is None
 

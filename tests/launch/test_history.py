@@ -20,7 +20,7 @@ from hpcrun.runs.timeline import build_timelines
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.rundir import RunDir, create_run
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 from tests.launch.test_ledger import Run, relaunched, requeued, undisturbed
 
 
@@ -79,11 +79,11 @@ def test_an_attempt_that_ended_without_a_word_took_its_allocation_along() -> Non
 
 
 def write(run: RunDir, lines: Run, job: str = "demo.yaml", nodes: int = 2) -> RunDir:
-    run.spec.write_text(render_job(load_job(shipped(f"jobs/{job}")).spec), encoding="utf-8")
+    run.spec.write_text(render_job(load_job(shipped_file(f"jobs/{job}")).spec), encoding="utf-8")
     run.events.write_text("".join(f"{json.dumps(one)}\n" for one in lines.events))
     run.metrics.write_text("".join(f"{json.dumps(one)}\n" for one in lines.metrics))
     attempt = run.attempt(1).create()
-    spec = load_job(shipped(f"jobs/{job}")).spec
+    spec = load_job(shipped_file(f"jobs/{job}")).spec
     ranks = tuple(f"n{rank * nodes // spec.ranks}" for rank in range(spec.ranks))
     write_placement(attempt.placement, Placement(ranks), spec.degrees)
     return run
@@ -108,9 +108,9 @@ def test_the_runs_of_one_cluster_add_up_and_rehearsals_do_not_count(runs_root: P
 def test_only_runs_of_the_same_job_and_layout_are_alike(runs_root: Path) -> None:
     same = write(create_run("demo"), undisturbed())
     write(create_run("demo-2"), undisturbed())
-    spec = load_job(shipped("jobs/demo.yaml")).spec
+    spec = load_job(shipped_file("jobs/demo.yaml")).spec
     assert [one.id for one in find_similar_runs(spec, [same])] == [same.id]
-    wider = load_job(shipped("jobs/demo.yaml"), ["model={preset: demo, layers: 8}"]).spec
+    wider = load_job(shipped_file("jobs/demo.yaml"), ["model={preset: demo, layers: 8}"]).spec
     assert find_similar_runs(wider, [same]) == []
     found = measure_runs(find_similar_runs(spec, [same]))
     assert (found.step_s, found.levels["durable"].stall_s, found.restart_s) == (1.0, 0.5, None)

@@ -257,14 +257,14 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     plan = site.prepare(4)
     assert plan is not None
     assert plan.stamp == stamp(15)
-    unrestored = site.run.attempt(4).unrestored
+    unrestored = site.run.attempt(4).restore_failure
     unrestored.write_text(json.dumps({"generation": stamp(15).generation, "why": "a byte"}))
     site.keeper.after(ended(4, None))
     # It is given up when it fails again although nodes have read what they hold of it.
     assert read_suspect_saves(site.run)[f"near:{stamp(15).generation}"] == 1
     site.prepare(5)
     assert site.orders("b", "inventory")[-2]["prove"] == [stamp(15).generation]
-    site.run.attempt(5).unrestored.write_text(unrestored.read_text())
+    site.run.attempt(5).restore_failure.write_text(unrestored.read_text())
     site.keeper.after(ended(5, None))
     assert read_suspect_saves(site.run)[f"near:{stamp(15).generation}"] == 2
 
@@ -276,7 +276,7 @@ def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(sit
     plan = site.prepare(2)
     assert plan is not None
     assert [one.node for one in plan.sources] == list(NODES)
-    site.run.attempt(2).unrestored.write_text(
+    site.run.attempt(2).restore_failure.write_text(
         json.dumps({"generation": stamp(20).generation, "why": "a byte"})
     )
     site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
@@ -315,7 +315,7 @@ def test_what_a_node_holds_and_parts_of_a_damaged_save_are_gone_on_from_together
     assert plan is not None
     assert plan.stamp == owner
     unrestored = {"generation": saved.generation, "why": "a byte"}
-    site.run.attempt(4).unrestored.write_text(json.dumps(unrestored))
+    site.run.attempt(4).restore_failure.write_text(json.dumps(unrestored))
     site.keeper.after(AttemptOutcome(site.run, 4, "failed", 5, "it fell", None))
     with pytest.raises(SiteError, match="part 2 of 3 is on no node that answers"):
         site.prepare(5)
@@ -333,14 +333,14 @@ def test_a_damaged_save_tells_nothing_against_what_nodes_hold_of_it(site: Site) 
     assert plan is not None
     assert plan.is_mendable
     unrestored = {"generation": saved.generation, "why": "a byte"}
-    site.run.attempt(2).unrestored.write_text(json.dumps(unrestored))
+    site.run.attempt(2).restore_failure.write_text(json.dumps(unrestored))
     site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
     quarantine_generation(saved.path)
     plan = site.prepare(3)
     assert plan is not None
     assert (plan.stamp, plan.levels) == (owner, ("memory", "durable"))
     # What then fails again is given up.
-    site.run.attempt(3).unrestored.write_text(json.dumps(unrestored))
+    site.run.attempt(3).restore_failure.write_text(json.dumps(unrestored))
     site.keeper.after(AttemptOutcome(site.run, 3, "failed", 5, "it fell", None))
     assert read_suspect_saves(site.run)[f"near:{saved.generation}"] == 2
 

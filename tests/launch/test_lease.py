@@ -32,7 +32,7 @@ from hpcrun.runs.lease import (
     read_lease,
 )
 from hpcrun.runs.run_lock import RunOwnedError, lock_run, take_over_run_lock
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 
 
@@ -204,8 +204,8 @@ def test_a_newer_epoch_ends_the_older_one_s_acts(run: RunDir, tmp_path: Path) ->
     assert read_lease(run) == before
     with pytest.raises(FencedError):
         old.check()
-    assert [line["event"] for line in read_lines(run.events)] == ["launch"]
-    assert "host" in next(read_lines(run.events))
+    assert [line["event"] for line in read_json_lines(run.events)] == ["launch"]
+    assert "host" in next(read_json_lines(run.events))
     with pytest.raises(FencedError):
         LeaderEventWriter(run.events, old.verify)
 

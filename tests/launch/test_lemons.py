@@ -26,7 +26,7 @@ from hpcrun.health.lemon_nodes import (
     score_nodes,
     select_nodes_to_avoid,
 )
-from hpcrun.specs.badnodes import BadNodes
+from hpcrun.specs.badnodes import BadNodeList
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.submission.placement_preview import load_network
 
@@ -283,7 +283,7 @@ def test_the_worst_are_avoided_and_the_others_are_told() -> None:
     assert set(select_nodes_to_avoid(scores, nodes, bad=["n05"]).active(NOW)) == {"n03"}
     assert select_nodes_to_avoid(scores, nodes, needed=8).entries == ()
     assert select_nodes_to_avoid(scores, nodes, bad=["n00"], needed=7).entries == ()
-    assert select_nodes_to_avoid(score_nodes([saw(node) for node in nodes], NOW), nodes) == BadNodes()
+    assert select_nodes_to_avoid(score_nodes([saw(node) for node in nodes], NOW), nodes) == BadNodeList()
 
 
 def test_a_submission_keeps_away_from_them_as_from_bad_nodes(

@@ -10,7 +10,7 @@ import pytest
 from hpcrun.launch.agents.local_node import LocalNode
 from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
 from hpcrun.launch.rendezvous import RendezvousPoint, RendezvousRequest
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
@@ -33,7 +33,7 @@ def test_nothing_is_started_on_it_and_its_loss_is_the_cause(
     job = prepare_job(site.job, overrides)
     outcome = supervise(there, job, Recorder(), [str(PROGRAM), "wait-until-2"])
     assert outcome.status == "done", outcome.message
-    events = list(read_lines(outcome.run.events))
+    events = list(read_json_lines(outcome.run.events))
     lost = [(one["attempt"], one["node"]) for one in events if one["event"] == "node lost"]
     assert lost[0] == (1, "b")
     assert [one["attempt"] for one in events if one["event"] == "launch"] == [2]
@@ -56,6 +56,6 @@ def test_nor_is_a_program_whose_first_node_cannot_say_where_to_meet(
     monkeypatch.setattr(LocalNode, "resolve_rendezvous", lose_one)
     words = ("resources={nodes: 2, spares: 1}", "retry={node: 1, crash: 0}", "name=t", "preflight=[]")
     outcome = supervise(there, prepare_job(None, words, command=["true"]), Recorder())
-    events = list(read_lines(outcome.run.events))
+    events = list(read_json_lines(outcome.run.events))
     assert [one["attempt"] for one in events if one["event"] == "launch"] == [2], outcome.message
     assert next(one["node"] for one in events if one["event"] == "node lost") == "a"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from hpcrun.runs.checkpoint_stats import CheckpointStats, LevelStats
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, metric_samples
 from hpcrun.telemetry.run_counters import BADPUT_BUCKETS, TELEMETRY_STATES, RunCounters
 
@@ -21,11 +21,11 @@ _KINDS = {"stat", "timeseries", "table", "heatmap", "state-timeline"}
 
 
 def dashboard() -> Any:
-    return json.loads(shipped("monitoring/dashboard.json").read_text())
+    return json.loads(shipped_file("monitoring/dashboard.json").read_text())
 
 
 def rules() -> list[dict[str, Any]]:
-    (group,) = yaml.safe_load(shipped("monitoring/alerts.yaml").read_text())["groups"]
+    (group,) = yaml.safe_load(shipped_file("monitoring/alerts.yaml").read_text())["groups"]
     return list(group["rules"])
 
 

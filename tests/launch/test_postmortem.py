@@ -15,7 +15,7 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.runs.postmortem import PostmortemArchive, write_postmortem
-from hpcrun.specs.provenance import Provenance, Submission, write_provenance
+from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 
@@ -43,7 +43,7 @@ def make(tmp_path: Path, *, env: str = "") -> RunDir:
         steps=None,
         created=1.0,
         argv=argv,
-        submissions=[Submission(1.0, job=7)],
+        submissions=[SubmissionRecord(1.0, job=7)],
         **words,
     )
     write_provenance(run, record)

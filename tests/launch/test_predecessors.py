@@ -20,7 +20,7 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
 from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.predecessors import write_predecessors
-from hpcrun.specs.provenance import Submission, attempts_of, read_provenance, write_provenance
+from hpcrun.specs.provenance import SubmissionRecord, count_attempts, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.specs.sweep import write_sweep
@@ -52,7 +52,7 @@ def made(name: str, job: int, **more: Any) -> RunDir:
     spec = JobSpec(name=name, command=["true"])
     run = create_run(name)
     run.spec.write_text(render_job(spec))
-    write_provenance(run, record_provenance(run, spec).submitted(Submission(1.0, job=job, **more)))
+    write_provenance(run, record_provenance(run, spec).submitted(SubmissionRecord(1.0, job=job, **more)))
     return run
 
 
@@ -66,7 +66,7 @@ def ended(run: RunDir, status: str = "done", **more: Any) -> RunDir:
 def behind(*runs: RunDir, job: int = 20) -> RunDir:
     """A run that was submitted behind others."""
     run = made("next", job)
-    write_predecessors(run, runs, attempts_of(run))
+    write_predecessors(run, runs, count_attempts(run))
     return run
 
 
@@ -160,7 +160,7 @@ def test_a_run_that_was_resumed_meanwhile_is_waited_for_again(slurm: Fake) -> No
     origin = read_provenance(first)
     assert origin
     first.exit.unlink()
-    write_provenance(first, origin.submitted(Submission(5.0, job=11, attempts={"": 1})))
+    write_provenance(first, origin.submitted(SubmissionRecord(5.0, job=11, attempts={"": 1})))
     slurm("squeue", "11|PENDING|Priority|N/A||main|0:00|5:00|first")
     said = slurm("scontrol", "")
     run = behind(first)
@@ -199,7 +199,7 @@ def test_a_run_that_has_begun_goes_on_whatever_became_of_those_before_it(slurm: 
     run = made("next", 20)
     run.attempt(1).create()
     first = ended(made("first", 10), "failed")
-    write_predecessors(run, [first], attempts_of(run))
+    write_predecessors(run, [first], count_attempts(run))
     assert check_predecessors(run, JOB, lambda _: None) is not None, "that attempt was before"
     run.attempt(2).create()
     assert check_predecessors(run, JOB, lambda _: None) is None

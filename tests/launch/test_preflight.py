@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.fabric.ports import Port
+from hpcrun.fabric.ports import RdmaPort
 from hpcrun.health import preflight, probes
 from hpcrun.health.check_result import (
     CheckResult,
@@ -30,7 +30,7 @@ from hpcrun.health.gpu_health import check_gpu_health, judge_gpus, parse_gpu_hea
 from hpcrun.health.preflight import PreflightRequest, answer_preflight, run_probes
 from hpcrun.health.probes import CheckTarget
 from hpcrun.shm_segments import stale_segments
-from hpcrun.specs.preflight import CHECKS, checks_of
+from hpcrun.specs.preflight import PREFLIGHT_CHECKS, selected_preflight_checks
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -112,7 +112,9 @@ def test_interfaces(state: str | None, flags: int, verdict: str) -> None:
     ],
 )
 def test_ports(ports: dict[str, list[str]], wanted: list[str], expected: list[str]) -> None:
-    found = [Port(device, at, one) for device, states in ports.items() for at, one in enumerate(states, 1)]
+    found = [
+        RdmaPort(device, at, one) for device, states in ports.items() for at, one in enumerate(states, 1)
+    ]
     assert verdicts(judge_ports(found, wanted)) == expected
 
 
@@ -404,7 +406,7 @@ def test_shared_memory_that_nobody_uses_is_told(place: CheckTarget) -> None:
 
 
 def test_a_node_that_is_well_has_nothing_to_tell(place: CheckTarget) -> None:
-    found = run_probes(place, PreflightRequest(CHECKS, interface="ib0"))
+    found = run_probes(place, PreflightRequest(PREFLIGHT_CHECKS, interface="ib0"))
     assert {one.check for one in found} >= {"limits", "sums", "nic", "write", "leftovers"}
     known = [one for one in found if one.verdict == "fail"]
     assert known == []
@@ -413,9 +415,11 @@ def test_a_node_that_is_well_has_nothing_to_tell(place: CheckTarget) -> None:
 def test_only_what_is_asked_for_is_looked_at(place: CheckTarget) -> None:
     assert [one.check for one in run_probes(place, PreflightRequest(["sums", "clock"]))] == ["sums"]
     assert run_probes(place, PreflightRequest(["site"])) == []
-    assert checks_of(True) == CHECKS
-    assert checks_of(False) == ()
-    assert checks_of(["gpu", "nic"]) == tuple(one for one in CHECKS if one not in ("gpu", "nic"))
+    assert selected_preflight_checks(True) == PREFLIGHT_CHECKS
+    assert selected_preflight_checks(False) == ()
+    assert selected_preflight_checks(["gpu", "nic"]) == tuple(
+        one for one in PREFLIGHT_CHECKS if one not in ("gpu", "nic")
+    )
 
 
 def test_a_probe_that_hangs_is_unknown_and_holds_up_no_other(

@@ -25,7 +25,7 @@ from hpcrun.runs.run_state import (
     with_slurm_state,
     worst_exit_code,
 )
-from hpcrun.specs.provenance import Provenance, Submission, read_provenance, write_provenance
+from hpcrun.specs.provenance import Provenance, SubmissionRecord, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, all_runs, create_run, find_run, runs_root, runs_roots
 
@@ -65,7 +65,7 @@ def calls(tmp_path: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-def submitted(name: str = "r", *submissions: Submission, **more: Any) -> RunDir:
+def submitted(name: str = "r", *submissions: SubmissionRecord, **more: Any) -> RunDir:
     run = create_run(name)
     run.spec.write_text("name: r\n")
     origin = Provenance(
@@ -81,7 +81,7 @@ def submitted(name: str = "r", *submissions: Submission, **more: Any) -> RunDir:
         hpcrun="",
         python="",
     )
-    record = replace(origin, submissions=list(submissions or [Submission(SUBMITTED, job=7)]), **more)
+    record = replace(origin, submissions=list(submissions or [SubmissionRecord(SUBMITTED, job=7)]), **more)
     write_provenance(run, record)
     return run
 
@@ -100,8 +100,8 @@ def ended(run: RunDir, status: str = "done", attempt: int | None = 1, **more: An
     return run
 
 
-def sweep(elements: int, *submissions: Submission) -> RunDir:
-    run = submitted("s", *(submissions or [Submission(SUBMITTED, job=9, array=f"0-{elements - 1}%2")]))
+def sweep(elements: int, *submissions: SubmissionRecord) -> RunDir:
+    run = submitted("s", *(submissions or [SubmissionRecord(SUBMITTED, job=9, array=f"0-{elements - 1}%2")]))
     write_json(run.sweep, [{"train.lr": 10.0**-number} for number in range(elements)])
     return run
 
@@ -133,8 +133,8 @@ def test_an_exit_record_of_an_attempt_before_the_newest_does_not_count(squeue: S
 
 def test_an_exit_record_of_before_the_newest_submission_does_not_count(squeue: Squeue) -> None:
     squeue(row("8", "PENDING", "Priority"))
-    again = Submission(SUBMITTED + 100, job=8, attempts={"": 1})
-    run = ended(begun(submitted("r", Submission(SUBMITTED, job=7), again)), "failed")
+    again = SubmissionRecord(SUBMITTED + 100, job=8, attempts={"": 1})
+    run = ended(begun(submitted("r", SubmissionRecord(SUBMITTED, job=7), again)), "failed")
     state = asked(run)
     assert (state.state, state.job, state.attempt) == ("queued", "8", 1)
     assert state.message == "again, after attempt 1: jobs with a higher priority come first"
@@ -149,7 +149,7 @@ def test_an_end_counts_whatever_the_clocks_of_the_login_node_and_the_compute_nod
     assert (asked(run).state, asked(run).exit_code) == ("done", 0)
     early = ended(submitted("early"), "failed", None, slurm_job=7, ended=started)
     assert asked(early).state == "failed", "before there was an attempt"
-    again = [Submission(SUBMITTED, job=7), Submission(SUBMITTED + 100, job=8, attempts={"": 1})]
+    again = [SubmissionRecord(SUBMITTED, job=7), SubmissionRecord(SUBMITTED + 100, job=8, attempts={"": 1})]
     squeue(row("8", "PENDING", "Priority"))
     for more in ({"attempt": 1}, {"attempt": 1, "slurm_job": 7}, {"attempt": None, "slurm_job": 7}):
         run = ended(begun(submitted("late", *again)), "failed", ended=SUBMITTED + 100 + ahead_s, **more)
@@ -284,7 +284,7 @@ def test_without_asking_a_job_is_unknown(squeue: Squeue, tmp_path: Path) -> None
 
 
 def test_many_runs_are_one_question(squeue: Squeue, tmp_path: Path) -> None:
-    runs = [submitted("r", Submission(SUBMITTED, job=job)) for job in range(20)] + [sweep(5)]
+    runs = [submitted("r", SubmissionRecord(SUBMITTED, job=job)) for job in range(20)] + [sweep(5)]
     squeue(*(row(str(job), "RUNNING") for job in range(8)), row("9", "RUNNING"), row("9_[0-4]", "PENDING"))
     states = [one.state for one in read_run_states(runs)]
     assert states == ["running"] * 8 + ["lost", "running"] + ["lost"] * 10 + ["queued"]
@@ -295,7 +295,7 @@ def test_a_local_run_in_the_background_is_its_process(squeue: Squeue, tmp_path: 
     me = process.identify_process(os.getpid())
     assert me
     host = os.uname().nodename
-    alive = Submission(SUBMITTED, host=host, pid=me.pid, start_ticks=me.start_ticks)
+    alive = SubmissionRecord(SUBMITTED, host=host, pid=me.pid, start_ticks=me.start_ticks)
     assert asked(submitted("r", alive)).state == "running"
     gone = asked(submitted("r", replace(alive, start_ticks=1)))
     assert gone.state == "dead"
@@ -356,9 +356,9 @@ def test_a_sweep_is_the_sum_of_its_elements(squeue: Squeue, tmp_path: Path) -> N
 def test_elements_in_pieces_and_submitted_again_are_asked_for_by_their_own_job(squeue: Squeue) -> None:
     run = sweep(
         4,
-        Submission(SUBMITTED, job=9, array="0-1"),
-        Submission(SUBMITTED, job=10, array="0-1", offset=2),
-        Submission(SUBMITTED + 100, job=11, array="1%4", offset=2, attempts={"3": 1}),
+        SubmissionRecord(SUBMITTED, job=9, array="0-1"),
+        SubmissionRecord(SUBMITTED, job=10, array="0-1", offset=2),
+        SubmissionRecord(SUBMITTED + 100, job=11, array="1%4", offset=2, attempts={"3": 1}),
     )
     ended(begun(run.element(3), slurm_job=10), "failed")
     squeue(row("9_[0-1]", "PENDING"), row("10_0", "RUNNING"), row("11_[1]", "PENDING"))
@@ -372,7 +372,7 @@ def test_a_local_sweep_runs_one_element_after_another(squeue: Squeue) -> None:
     me = process.identify_process(os.getpid())
     assert me
     here: dict[str, Any] = {"host": os.uname().nodename, "pid": me.pid, "start_ticks": me.start_ticks}
-    run = sweep(3, Submission(SUBMITTED, **here))
+    run = sweep(3, SubmissionRecord(SUBMITTED, **here))
     ended(begun(run.element(0), slurm_job=None, **here))
     begun(run.element(1), slurm_job=None, **here)
     states = read_element_states(run)
@@ -412,7 +412,7 @@ def test_a_damaged_record_is_the_trouble_of_one_run(squeue: Squeue) -> None:
 def test_a_record_of_a_wrong_type_is_the_trouble_of_one_run(
     name: str, text: str, said: str, squeue: Squeue
 ) -> None:
-    bad, good = submitted("r", Submission(SUBMITTED, job=7)), ended(begun(submitted()))
+    bad, good = submitted("r", SubmissionRecord(SUBMITTED, job=7)), ended(begun(submitted()))
     if name == "job.json":
         text = bad.job.read_text().replace(f'"time": {SUBMITTED}', '"time": "x"')
     elif name == "result.json":
@@ -438,8 +438,8 @@ def test_figures_of_a_wrong_type_are_none(squeue: Squeue) -> None:
 
 
 def test_a_run_is_found_by_its_job(squeue: Squeue) -> None:
-    one, many = submitted(), sweep(3, Submission(SUBMITTED, job=9, array="0-1", offset=1))
-    named = submitted("77", Submission(SUBMITTED, job=5))
+    one, many = submitted(), sweep(3, SubmissionRecord(SUBMITTED, job=9, array="0-1", offset=1))
+    named = submitted("77", SubmissionRecord(SUBMITTED, job=5))
     assert find_run("7") == one
     assert find_run("9") == many
     many.element(2).path.mkdir(parents=True)

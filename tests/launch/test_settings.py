@@ -16,8 +16,8 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
-from hpcrun.specs.settings import Setting, Settings, read_settings
-from hpcrun.tuning.job_settings import advise_job, foresee
+from hpcrun.specs.settings import CommSetting, CommSettings, read_comm_settings
+from hpcrun.tuning.job_settings import advise_job, preview_job_settings
 
 HERE = os.uname().nodename.partition(".")[0]
 NODES = ("n1", "n2")
@@ -45,7 +45,7 @@ def test_ranks_get_them_and_the_record_says_why(attempt: Attempt) -> None:
         attempt, job(), cluster("{hcas: [mlx5_0], traffic_class: 106}"), Placement(NODES), {}
     )
     assert given == {"NCCL_IB_HCA": "=mlx5_0", "NCCL_IB_TC": "106"}
-    record = read_settings(attempt.settings)
+    record = read_comm_settings(attempt.settings)
     assert record is not None
     assert record.environment() == given
     assert {one.source for one in record.everywhere} == {
@@ -74,7 +74,7 @@ def test_what_the_job_unsets_is_not_set_in_its_place(attempt: Attempt) -> None:
     assert "NCCL_IB_TC" not in node_table_path(attempt).read_text()
     site = network.model_copy(update={"env": {"NCCL_IB_TC": None}})
     two = JobSpec.model_validate({"command": ["true"], "resources": {"nodes": 2}})
-    assert foresee(two, site, {}).environment() == {"NCCL_IB_HCA": "=mlx5_0"}
+    assert preview_job_settings(two, site, {}).environment() == {"NCCL_IB_HCA": "=mlx5_0"}
 
 
 def test_what_nccl_s_own_file_has_set_stands_too(attempt: Attempt, tmp_path: Path) -> None:
@@ -97,12 +97,12 @@ def test_mpi_goes_along_with_a_class_that_somebody_has_set_for_nccl(attempt: Att
         attempt, job(NCCL_IB_TC="96"), profile, Placement(NODES), {"NCCL_IB_SL": "x"}
     )
     assert given == {"UCX_IB_TRAFFIC_CLASS": "96", "UCX_IB_SL": "1"}
-    record = read_settings(attempt.settings)
+    record = read_comm_settings(attempt.settings)
     assert record is not None
     assert str(record.everywhere[0]) == ("UCX_IB_TRAFFIC_CLASS=96  # as NCCL_IB_TC stands (env of the job)")
     two = JobSpec.model_validate({"command": ["true"], "resources": {"nodes": 2}})
     profile = profile.model_copy(update={"env": {"NCCL_IB_TC": "96"}})
-    before = foresee(two, profile, {})
+    before = preview_job_settings(two, profile, {})
     assert before.environment()["UCX_IB_TRAFFIC_CLASS"] == "96"
     assert not any("two queues" in note for note in before.notes)
 
@@ -165,10 +165,13 @@ def test_reports_that_cannot_be_read_are_told(text: str | None, note: str, tmp_p
     assert note in advise_job(job(), cluster(f"{{reports: {path}}}"), NODES).notes[0]
 
 
-def by_node(node: str, value: str = "=a b;$(touch x)") -> Settings:
-    usual = Setting("NCCL_IB_HCA", "=mlx5_0", "why", "where")
-    own = (Setting("NCCL_IB_HCA", value, "why", "where"), Setting("NCCL_IB_GID_INDEX", "3", "why", "where"))
-    return Settings((usual,), {node: own})
+def by_node(node: str, value: str = "=a b;$(touch x)") -> CommSettings:
+    usual = CommSetting("NCCL_IB_HCA", "=mlx5_0", "why", "where")
+    own = (
+        CommSetting("NCCL_IB_HCA", value, "why", "where"),
+        CommSetting("NCCL_IB_GID_INDEX", "3", "why", "where"),
+    )
+    return CommSettings((usual,), {node: own})
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ def test_gloo_is_given_the_interface_that_others_reach(attempt: Attempt) -> None
         reached: dict[str, str], network: str = "{}", nodes: tuple[str, ...] = NODES, **env: str
     ) -> str:
         choose_comm_settings(attempt, job(**env), cluster(network), Placement(nodes), env, interfaces=reached)
-        settings = read_settings(attempt.settings)
+        settings = read_comm_settings(attempt.settings)
         assert settings is not None
         shown = [f"{one.value}" for one in settings.everywhere if one.name == "GLOO_SOCKET_IFNAME"]
         shown += [f"{node}={one.value}" for node, of in settings.by_node.items() for one in of]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.specs.branch import become_itself
+from hpcrun.specs.branch import make_copy_independent
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.telemetry.shared_files import SharedFile
@@ -191,7 +191,7 @@ def test_tensorboard_files_can_be_opened(run: RunDir, tmp_path: Path) -> None:
 def test_a_copy_of_a_run_tells_its_own_series(run: RunDir, tmp_path: Path, wandb: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     copy = RunDir(Path(shutil.copytree(run.path, tmp_path / "elsewhere" / run.id)))
-    become_itself(copy)
+    make_copy_independent(copy)
     assert copy.id == run.id
     assert copy.shared_name != run.shared_name
     for one in (run, copy):

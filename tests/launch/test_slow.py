@@ -16,7 +16,7 @@ from hpcrun.chaos.inject import Injection, InjectionTarget
 from hpcrun.launch.attempt_events import AttemptEvent, RankProgress
 from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.slurm.allocation import Allocation
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import Recorder, Site
 from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
@@ -62,6 +62,6 @@ def test_a_slowed_node_is_named_and_the_others_are_not(site: Site, monkeypatch: 
         strike.close()
     assert [node for _, node in named] == ["b"], outcome.message
     assert named[0][0] > slowed[0]
-    told = [one["node"] for one in read_lines(outcome.run.events) if one["event"] == "straggler"]
+    told = [one["node"] for one in read_json_lines(outcome.run.events) if one["event"] == "straggler"]
     assert told == ["b"]
     assert outcome.status == "saved"

@@ -230,7 +230,7 @@ def test_a_full_disk_is_one_line(slurm: Fake, runs_root: Path, monkeypatch: pyte
     run.attempt(1).create()
     end(run, "saved")
     before = sorted(run.path.rglob("*"))
-    monkeypatch.setattr("hpcrun.submission.submit.write_whole", full)
+    monkeypatch.setattr("hpcrun.submission.submit.write_atomically", full)
     with pytest.raises(
         SiteError, match=r"spec\.yaml: cannot be written: No space left on device; nothing was"
     ):
@@ -322,7 +322,7 @@ def test_a_local_run_is_given_its_time_limit(
         given.append(limit_min)
         return ProcessId(1, 1)
 
-    monkeypatch.setattr("hpcrun.slurm.executor.submit_local", here)
+    monkeypatch.setattr("hpcrun.slurm.executor.submit_background", here)
     handed_over(ask(text))
     assert given == [limit]
 
@@ -949,7 +949,7 @@ def test_ranks_do_not_find_what_is_unset_or_not_wanted(
     text = 'command: ["true"]\nenv_deny: [TRITON_*, OWN]\n'
     text += "env: {NCCL_DEBUG: null, OMP_NUM_THREADS: null, OWN: mine}\n"
     spec = parse_job(text, "job.yaml").spec
-    attempt = create_run("ranks").coming_attempt()
+    attempt = create_run("ranks").upcoming_attempt()
     attempt.create()
     here = Placement((os.uname().nodename,))
 

@@ -16,7 +16,7 @@ from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch import admission, supervisor
 from hpcrun.launch.attempt_monitor import AttemptLimits
-from hpcrun.specs.records import read_json, read_lines
+from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site, send
 
@@ -52,7 +52,7 @@ def test_a_run_that_goes_well(site: Site) -> None:
     for rank, record in ranks_of(run).items():
         assert record["node"] == NODE
         assert f"hello from rank {rank}" in log_of(run, rank)
-    events = [record["event"] for record in read_lines(run.events)]
+    events = [record["event"] for record in read_json_lines(run.events)]
     assert events[:2] == ["preflight", "launch"]
     assert events[-1] == "exit"
     assert events.count("rank up") == 3
@@ -182,7 +182,7 @@ def test_a_stop_before_there_are_ranks_ends_the_run_at_once(
     assert ended is not None
     assert (ended["status"], ended["exit_code"]) == ("saved", 75)
     events = outcome.run.events
-    assert "launch" not in [one["event"] for one in (read_lines(events) if events.exists() else ())]
+    assert "launch" not in [one["event"] for one in (read_json_lines(events) if events.exists() else ())]
 
 
 def test_a_request_while_ranks_start_waits_for_them(site: Site) -> None:
@@ -245,7 +245,7 @@ def test_ranks_that_never_meet_are_given_up(site: Site) -> None:
             assert f"stacks: {attempt.stacks}" in told
             assert "in main" in attempt.stack(1).read_text()
     assert "all ranks started, but they did not meet within 8 s; ranks 0, 1: main" in first["message"]
-    events = [one for one in read_lines(outcome.run.events) if one["event"] in ("not met", "dump")]
+    events = [one for one in read_json_lines(outcome.run.events) if one["event"] in ("not met", "dump")]
     assert [one["event"] for one in events] == ["not met", "dump"] * 2
     assert events[0]["what"] == "all ranks started, but they did not meet within 8 s"
 
@@ -274,7 +274,7 @@ def test_resume_is_the_next_attempt_in_the_same_place(site: Site) -> None:
     assert (second.run, second.attempt, second.status) == (first.run, 2, "done")
     assert "steps: 5" in first.run.spec.read_text()
     assert "hello from rank 1" in log_of(first.run, 1, attempt=2)
-    assert {record["attempt"] for record in read_lines(first.run.events)} == {1, 2}
+    assert {record["attempt"] for record in read_json_lines(first.run.events)} == {1, 2}
     with pytest.raises(UsageError, match=r"is done \(3 of 3 steps\); to go on, .* train.steps=6"):
         site.run("done", "train.steps=3", resume=first.run)
 

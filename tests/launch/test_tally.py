@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.specs.records import LineReader
+from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, metric_samples
 from hpcrun.telemetry.run_counters import BADPUT_BUCKETS, RunCounters, RunCountersReader
@@ -126,7 +126,7 @@ def test_a_long_run_is_read_in_pieces(runs_root: Path, monkeypatch: pytest.Monke
 def test_a_line_longer_than_a_piece_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text('{"long": "' + "x" * 500 + '"}\n{"a": 1}\n{"b"')
-    reader, found = LineReader(path), []
+    reader, found = JsonLineReader(path), []
     before = -1
     while before != reader.offset:
         before = reader.offset

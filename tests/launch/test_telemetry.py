@@ -19,7 +19,7 @@ from hpcrun.launch.telemetry_session import _sidecar_configs, telemetry_session
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.load import load_job
-from hpcrun.specs.records import read_json, read_lines
+from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.launch.conftest import LIMITS, Recorder, Site, send
 from tests.launch.test_sinks import WANDB
@@ -100,8 +100,8 @@ def test_a_sink_that_always_dies_is_given_up_and_the_run_is_as_without_it(
     plain = site.run("done")
     outcome = site.run("done", "telemetry.wandb={project: p}")
     assert (outcome.status, outcome.exit_code, outcome.step) == (plain.status, plain.exit_code, plain.step)
-    without = [{**one, "time": 0} for one in read_lines(plain.run.metrics)]
-    assert [{**one, "time": 0} for one in read_lines(outcome.run.metrics)] == without
+    without = [{**one, "time": 0} for one in read_json_lines(plain.run.metrics)]
+    assert [{**one, "time": 0} for one in read_json_lines(outcome.run.metrics)] == without
     told = [line for line in capfd.readouterr().err.splitlines() if "telemetry: wandb has failed" in line]
     assert len(told) == 1
     assert "ConnectionError: no route to api.wandb.ai" in told[0]
@@ -187,11 +187,11 @@ def _word(pid: int, index: int) -> str:
 SUPERVISOR = """\
 import sys, pathlib
 from hpcrun.launch.run_context import RunContext
-from hpcrun.launch.telemetry_session import told_of
+from hpcrun.launch.telemetry_session import telemetry_session
 from hpcrun.specs.load import load_job
 from hpcrun.specs.rundir import RunDir
 run, spec = RunDir(pathlib.Path(sys.argv[1])), load_job(pathlib.Path(sys.argv[2]), sys.argv[3:]).spec
-with told_of(run, spec, RunContext(), print):
+with telemetry_session(run, spec, RunContext(), print):
     print("up", flush=True)
     sys.stdin.read()
 """
@@ -269,6 +269,6 @@ def test_a_hook_that_hangs_delays_no_relaunch(site: Site, monkeypatch: pytest.Mo
     words = ("hooks=[{command: [sleep, '60']}]", "retry.crash=1")
     outcome = site.run("crash", *words, observer=observer, limits=LIMITS)
     assert outcome.attempt == 2
-    times = {one["event"]: one["monotonic"] for one in read_lines(outcome.run.events)}
+    times = {one["event"]: one["monotonic"] for one in read_json_lines(outcome.run.events)}
     assert times["relaunch"] - times["fault"] < 20
     assert observer.notes[-1] == "telemetry: what was still to be told took too long, and was dropped"

@@ -30,7 +30,7 @@ from hpcrun.launch.watch.watchdog import HangWatchdog
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
-from hpcrun.specs.records import read_json, read_lines
+from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.watch import WatchSpec
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
@@ -41,7 +41,7 @@ QUICK = ("watch={floor: 1s, slow: 20s}", "retry={hang: 1, crash: 0}")
 
 
 def events_of(site: Site, name: str) -> list[dict[str, Any]]:
-    return [one for one in read_lines(site.only_run.events) if one["event"] == name]
+    return [one for one in read_json_lines(site.only_run.events) if one["event"] == name]
 
 
 def test_a_rank_that_loops_is_found_by_its_stack_and_the_run_goes_on(site: Site) -> None:

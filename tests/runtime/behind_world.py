@@ -27,7 +27,7 @@ from hpcrun.runtime.control import Control
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.runtime.worker_endpoint import OwnWorker
 from hpcrun.specs.checkpoint import CheckpointSpec
-from hpcrun.specs.saves import Saved, saved_steps
+from hpcrun.specs.saves import SavedCheckpoint, resumable_checkpoints
 from tests.runtime.save_world import Counted, empty_like, full, laid_out, same, shapes, wholes
 
 
@@ -43,8 +43,8 @@ class Desk:
         self.direct = DirectCheckpointer(self.checkpoints, control, attempt=1, keep=9)
         self.saves = AsyncCheckpointer(spec, self.direct, control, self.home, self.told.append)
 
-    def saved(self, step: int) -> Saved:
-        (found,) = [one for one in saved_steps(self.checkpoints) if one.step == step]
+    def saved(self, step: int) -> SavedCheckpoint:
+        (found,) = [one for one in resumable_checkpoints(self.checkpoints) if one.step == step]
         return found
 
     def kinds(self) -> list[Any]:
@@ -93,7 +93,7 @@ def changed(root: Path, control: Control, mesh: DeviceMesh) -> Any:
             state["model.a"].to_local().add_(1)
         desk.saves.fence()
     desk.saves.settle()
-    steps = [one.step for one in saved_steps(desk.checkpoints)]
+    steps = [one.step for one in resumable_checkpoints(desk.checkpoints)]
     desk.saves.close()
     why = [one["why"] for one in desk.told if one["kind"] == "save_failed"]
     return [desk.kinds(), steps, why]
@@ -112,7 +112,7 @@ def killed(root: Path, control: Control, mesh: DeviceMesh) -> Any:
     desk.signal(signal.SIGSTOP)
     desk.signal(signal.SIGKILL)
     desk.saves.save_durably(3, 3, state)
-    steps = [one.step for one in saved_steps(desk.checkpoints)]
+    steps = [one.step for one in resumable_checkpoints(desk.checkpoints)]
     desk.saves.close()
     failed = [one for one in desk.kinds() if one[0] == "save_failed"]
     return [begun, failed[:1], steps[-1]]
@@ -152,7 +152,7 @@ def alike(root: Path, control: Control, mesh: DeviceMesh) -> Any:
     desk.saves.settle()
     desk.saves.close()
     skipped = [one for one in desk.kinds() if one[0] == "save_skipped"]
-    return [control.allgather(begun), skipped, [one.step for one in saved_steps(desk.checkpoints)]]
+    return [control.allgather(begun), skipped, [one.step for one in resumable_checkpoints(desk.checkpoints)]]
 
 
 SCENARIOS = (equal, changed, killed, steady, alike)

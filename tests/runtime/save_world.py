@@ -28,7 +28,7 @@ from hpcrun.runtime.connect import connect_ranks
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer, load_weights
 from hpcrun.specs.records import write_json
-from hpcrun.specs.saves import RECORD, read_saves
+from hpcrun.specs.saves import COMMIT_RECORD, read_saved_checkpoints
 
 SHAPES = {"model.even": (8, 6), "model.uneven": (7, 5), "model.few": (1, 3), "model.wide": (2, 9)}
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
@@ -245,7 +245,7 @@ def old_format(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMes
         dcp_save(entries, checkpoint_id=path)
     if control.rank == 0:
         record = {"format_version": 1, "step": 3, "position": 30, "world_size": control.size, "attempt": 1}
-        write_json(path / RECORD, record)
+        write_json(path / COMMIT_RECORD, record)
     control.barrier()
     state = empty_like(whole, square, Replicate(), Shard(1))
     said = ""
@@ -253,7 +253,7 @@ def old_format(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMes
         DirectCheckpointer(root, control, attempt=2, keep=1).restore(state, shapes(whole))
     except UsageError as error:
         said = str(error)
-    (saved,), _ = read_saves(root)
+    (saved,), _ = read_saved_checkpoints(root)
     weights = load_weights(saved) if control.rank == 0 else {}
     bare = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
     return [said.removeprefix(f"{root}/"), same(weights, bare)]

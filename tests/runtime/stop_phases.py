@@ -21,9 +21,9 @@ from hpcrun.checkpoint.policy import auto_interval
 from hpcrun.launcher_world import World
 from hpcrun.runtime import loop, rank
 from hpcrun.runtime.sharded_model import ShardedModel
-from hpcrun.specs.records import read_json, read_lines
+from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 
 HELD: dict[str, tuple[Any, str]] = {
     "data": (rank, "inspect_corpus"),
@@ -105,11 +105,11 @@ def child(action: Callable[[int], int], root: Path, signals_it: bool) -> dict[st
     os.close(reader)
     (path,) = root.iterdir()
     run = RunDir(path)
-    lines = list(read_lines(run.metrics)) if run.metrics.exists() else []
+    lines = list(read_json_lines(run.metrics)) if run.metrics.exists() else []
     return {
         "code": code,
         "result": read_json(run.attempt(1).result),
-        "saved": [one.step for one in saved_steps(run.checkpoints)],
+        "saved": [one.step for one in resumable_checkpoints(run.checkpoints)],
         "kinds": [[line["kind"], line.get("step")] for line in lines],
         "seconds": seconds,
     }

@@ -17,7 +17,7 @@ from hpcrun.runtime.control import LoneControl  # noqa: E402
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer  # noqa: E402
 from hpcrun.runtime.resharding import fill_from_chunks  # noqa: E402
 from hpcrun.specs.checkpoint import CheckpointSpec  # noqa: E402
-from hpcrun.specs.saves import saved_steps  # noqa: E402
+from hpcrun.specs.saves import resumable_checkpoints  # noqa: E402
 from tests.runtime.drain_stand_in import StandIn  # noqa: E402
 
 
@@ -37,7 +37,7 @@ class Bench:
         return [(one["kind"], one["step"]) for one in self.told if not kinds or one["kind"] in kinds]
 
     def loaded(self, step: int) -> dict[str, Any]:
-        (saved,) = [one for one in saved_steps(self.checkpoints) if one.step == step]
+        (saved,) = [one for one in resumable_checkpoints(self.checkpoints) if one.step == step]
         with GenerationReader(saved) as generation:
             assert not list(generation.damages())
             state = {
@@ -125,7 +125,7 @@ def test_what_changes_before_the_fence_fails_that_save_and_no_other(make: Any) -
     bench.saves.settle()
     assert bench.kinds() == [("save_failed", 1), ("save", 2), ("stored", 2)]
     assert "b was changed while it was copied" in bench.told[0]["why"]
-    assert [saved.step for saved in saved_steps(bench.checkpoints)] == [2]
+    assert [saved.step for saved in resumable_checkpoints(bench.checkpoints)] == [2]
 
 
 def test_a_plan_is_kept_but_no_memory_of_the_state_before(make: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_lost_worker_costs_a_save_and_the_next_one_finds_the_new_one(make: Any
         ("save_failed", 2),
         ("stored", 3),
     ]
-    assert [saved.step for saved in saved_steps(bench.checkpoints)] == [2, 3]
+    assert [saved.step for saved in resumable_checkpoints(bench.checkpoints)] == [2, 3]
 
 
 def test_a_worker_lost_before_the_fence_fails_the_save_that_is_copied(make: Any) -> None:
@@ -199,7 +199,7 @@ def test_a_save_that_must_not_be_lost_is_waited_for(make: Any) -> None:
     assert bench.saves.save(6, 60, {"a": torch.zeros(1000)})
     bench.saves.save_durably(7, 70, {"a": torch.ones(1000)})
     assert bench.kinds() == [("save", 6), ("save", 7), ("stored", 7)]
-    assert [saved.step for saved in saved_steps(bench.checkpoints)] == [7]
+    assert [saved.step for saved in resumable_checkpoints(bench.checkpoints)] == [7]
 
 
 def test_a_last_save_does_not_wait_for_a_worker_that_is_stuck(

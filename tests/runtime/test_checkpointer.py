@@ -20,7 +20,7 @@ from hpcrun.errors import UsageError  # noqa: E402
 from hpcrun.specs.job import JobSpec  # noqa: E402
 from hpcrun.specs.load import render_job  # noqa: E402
 from hpcrun.specs.rundir import create_run  # noqa: E402
-from hpcrun.specs.saves import saved_steps  # noqa: E402
+from hpcrun.specs.saves import resumable_checkpoints  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,7 +59,7 @@ def test_a_state_of_any_shape_comes_back_in_place(directory: Path) -> None:
 
 
 def test_tensors_that_are_one_are_stored_once_and_loaded_apart_as_well(directory: Path) -> None:
-    (saved,) = [one for one in saved_steps(directory / "checkpoints") if one.step == 2]
+    (saved,) = [one for one in resumable_checkpoints(directory / "checkpoints") if one.step == 2]
     with GenerationReader(saved) as generation:
         names = sorted(generation.manifest.tensors)
     assert names == [
@@ -138,11 +138,11 @@ def test_inside_a_run_what_its_job_says_of_saves_holds(
         for step in (1, 2, 3, 4):
             saves.save(step, {"weight": torch.full((8,), float(step))})
             saves.fence()
-    assert [saved.step for saved in saved_steps(run.checkpoints)] == [4]
+    assert [saved.step for saved in resumable_checkpoints(run.checkpoints)] == [4]
     assert list((tmp_path / "disk").rglob("step-*.bin"))
     with hpcrun.Checkpointer(start="resume", durable={"every": 1}, local=None) as saves:
         saves.save(5, {"weight": torch.zeros(8)})
-    assert [saved.step for saved in saved_steps(run.checkpoints)] == [4, 5]
+    assert [saved.step for saved in resumable_checkpoints(run.checkpoints)] == [4, 5]
 
 
 def test_an_optimizer_is_fenced_off_and_a_training_goes_on_to_the_bit(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_optimizer_is_fenced_off_and_a_training_goes_on_to_the_bit(tmp_path: 
     first = train(3)
     rest = train(6)
     again = tmp_path / "checkpoints"
-    for saved in saved_steps(again):
+    for saved in resumable_checkpoints(again):
         assert saved.step in (5, 6)
     assert len(first) == len(rest) == 3
     assert {one["kind"] for one in told} <= {"save", "stored"}
@@ -293,7 +293,7 @@ def test_under_torchrun_the_first_rank_of_a_node_runs_the_worker(tmp_path: Path)
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in range(2)]
     assert told == [[[False, True], None, 3, True, 105.0 + 30.0]] * 2
     assert "no parity on other nodes" in done.stderr
-    assert [saved.step for saved in saved_steps(tmp_path / "saves" / "checkpoints")] == [2, 3]
+    assert [saved.step for saved in resumable_checkpoints(tmp_path / "saves" / "checkpoints")] == [2, 3]
 
 
 @pytest.mark.parametrize(

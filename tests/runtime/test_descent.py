@@ -23,10 +23,16 @@ from hpcrun.checkpoint import commit, writer_lease  # noqa: E402
 from hpcrun.checkpoint.writer_lease import WriterLease  # noqa: E402
 from hpcrun.cli.ckpt import app  # noqa: E402
 from hpcrun.errors import SiteError, UsageError  # noqa: E402
-from hpcrun.specs.descent import line_of  # noqa: E402
-from hpcrun.specs.identity import read_identity  # noqa: E402
+from hpcrun.specs.descent import select_lineage  # noqa: E402
+from hpcrun.specs.identity import read_run_identity  # noqa: E402
 from hpcrun.specs.records import sync_directory  # noqa: E402
-from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record, saved_steps  # noqa: E402
+from hpcrun.specs.saves import (  # noqa: E402
+    COMMIT_RECORD,
+    SavedCheckpoint,
+    read_saved_checkpoints,
+    render_commit_record,
+    resumable_checkpoints,
+)
 from tests.runtime.starts import running, start  # noqa: E402
 
 
@@ -53,7 +59,7 @@ def loading(place: Path) -> Any:
 
 
 def steps_in(place: Path) -> list[int]:
-    return [one.step for one in saved_steps(place / "checkpoints")]
+    return [one.step for one in resumable_checkpoints(place / "checkpoints")]
 
 
 def test_a_fresh_start_in_a_used_directory_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -92,7 +98,7 @@ def test_a_start_that_loads_goes_on_and_one_that_says_new_begins_anew(tmp_path: 
     assert saving(place, 1, 4, load=True, start="new", value=10.0) == (None, -1.0)
     assert loading(place) == (4, 40.0)
     assert steps_in(place) == [1, 4]
-    left = [one.step for one in read_saves(place / "checkpoints")[0] if one.step not in (1, 4)]
+    left = [one.step for one in read_saved_checkpoints(place / "checkpoints")[0] if one.step not in (1, 4)]
     assert left == [5], "what was saved before is there still"
     assert [path.name.split(".")[0] for path in (place / "checkpoints").glob("left-*")] == [
         "left-step-00000004"
@@ -117,20 +123,20 @@ def test_a_restart_from_an_older_step_leaves_what_came_later(tmp_path: Path) -> 
     assert standing[40].startswith("left")
     assert (standing[25], standing[30]) == (None, None)
     CliRunner().invoke(app, ["gc", str(place)])
-    assert [one.step for one in read_saves(place / "checkpoints")[0]] == [25, 30]
+    assert [one.step for one in read_saved_checkpoints(place / "checkpoints")[0]] == [25, 30]
 
 
 def test_lines_of_any_forks() -> None:
-    def saved(attempt: int, step: int, descent: str) -> Saved:
-        return Saved(Path(f"{attempt}-{step}"), step, 0, 1, attempt, descent=descent)
+    def saved(attempt: int, step: int, descent: str) -> SavedCheckpoint:
+        return SavedCheckpoint(Path(f"{attempt}-{step}"), step, 0, 1, attempt, descent=descent)
 
     first = [saved(1, step, "") for step in (1, 2, 3, 9)]
     second = [saved(2, step, "1@2") for step in (3, 4, 8)]
     third = [saved(5, step, "1@2 2@4") for step in (5, 6)]
-    assert line_of(first) == first
-    assert line_of([*second, *first]) == [*first[:2], *second]
-    assert line_of([*third, *first, *second]) == [*first[:2], *second[:2], *third]
-    assert line_of([]) == []
+    assert select_lineage(first) == first
+    assert select_lineage([*second, *first]) == [*first[:2], *second]
+    assert select_lineage([*third, *first, *second]) == [*first[:2], *second[:2], *third]
+    assert select_lineage([]) == []
 
 
 def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
@@ -143,7 +149,7 @@ def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
     assert saving(place, 5, load=True) == (2, 2.0)
     assert saving(copy, 4, load=True) == (3, 30.0)
     assert (steps_in(place), steps_in(copy)) == ([2, 5], [3, 4])
-    ours, theirs = read_identity(place), read_identity(copy)
+    ours, theirs = read_run_identity(place), read_run_identity(copy)
     assert ours is not None
     assert theirs is not None
     assert theirs.copied_from == (ours.run_id,)
@@ -156,9 +162,11 @@ def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
 def test_saves_of_others_are_read_and_imported_but_not_gone_on_from(tmp_path: Path, whose: str) -> None:
     place, other = tmp_path / "mine", tmp_path / "other"
     saving(other, 7)
-    (saved,) = saved_steps(other / "checkpoints")
+    (saved,) = resumable_checkpoints(other / "checkpoints")
     if whose == "of no known run":
-        (saved.path / RECORD).write_text(render_record(Saved(**{**vars(saved), "run_id": ""})))
+        (saved.path / COMMIT_RECORD).write_text(
+            render_commit_record(SavedCheckpoint(**{**vars(saved), "run_id": ""}))
+        )
     shutil.copytree(saved.path, place / "checkpoints" / saved.path.name)
     for told in (loading(place), saving(place, 8)):
         assert told.startswith("UsageError"), told
@@ -363,7 +371,7 @@ def test_what_fails_after_a_commit_is_not_the_failure_of_the_save(
         monkeypatch.setattr(commit, "sync_directory", unsynced)
         assert saves.save(3, state_of(3.0))
         assert "step-00000003: is saved, but a crash" in capfd.readouterr().err
-        monkeypatch.setattr("hpcrun.checkpoint.commit.saved_steps", failing(5))
+        monkeypatch.setattr("hpcrun.checkpoint.commit.resumable_checkpoints", failing(5))
         assert saves.save(4, state_of(4.0))
         assert "older saves stay" in capfd.readouterr().err
     monkeypatch.undo()

@@ -30,9 +30,9 @@ from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.runtime.resharding import fill_from_chunks
 from hpcrun.runtime.sharded_model import state_shapes
 from hpcrun.specs.load import load_job, render_job
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir, create_run, find_run
-from hpcrun.specs.saves import Saved, saved_steps
+from hpcrun.specs.saves import SavedCheckpoint, resumable_checkpoints
 from tests.checkpoint.injuries import flip
 from tests.checkpoint.test_repair import chunk_at
 
@@ -92,7 +92,7 @@ def refused(*arguments: str | Path | int) -> str:
     return text
 
 
-def read_all(saved: Saved) -> dict[str, Tensor]:
+def read_all(saved: SavedCheckpoint) -> dict[str, Tensor]:
     with GenerationReader(saved) as generation:
         assert find_generation_damages(generation, 1) == []
         state = {
@@ -131,11 +131,11 @@ def test_torch_loads_what_is_exported_for_it(saved_run: RunDir, job: Path, tmp_p
 def test_what_is_exported_comes_back_as_it_was(
     saved_run: RunDir, job: Path, tmp_path: Path, form: str
 ) -> None:
-    (original,) = saved_steps(saved_run.checkpoints)
+    (original,) = resumable_checkpoints(saved_run.checkpoints)
     assert run("export", saved_run.id, "--format", form, "--out", tmp_path / "out").exit_code == 0
     found = told("import", tmp_path / "out", "--name", "again")
     assert found["format"] == form
-    (again,) = saved_steps(find_run("again").checkpoints)
+    (again,) = resumable_checkpoints(find_run("again").checkpoints)
     assert (again.step, again.position, again.world_size) == (4, 16, 1)
     assert again.structure == original.structure
     assert (again.generation == original.generation) is (form == "hpcrun")
@@ -269,7 +269,7 @@ def test_a_damaged_save_is_neither_exported_nor_imported(
     saved_run: RunDir, tmp_path: Path, job: Path
 ) -> None:
     run("export", saved_run.id, "--format", "hpcrun", "--out", tmp_path / "copy")
-    file, at = chunk_at(saved_steps(saved_run.checkpoints)[0], "model.norm.weight")
+    file, at = chunk_at(resumable_checkpoints(saved_run.checkpoints)[0], "model.norm.weight")
     for path in (file, tmp_path / "copy" / file.name):
         flip(path, at)
     for form in ("hf", "dcp", "hpcrun"):
@@ -347,7 +347,7 @@ def test_a_job_that_was_changed_after_the_save_is_named(saved_run: RunDir, tmp_p
 def test_no_more_than_a_tensor_is_in_memory(saved_run: RunDir, tmp_path: Path) -> None:
     """Seen from the reading: a tensor is asked for when the one before is in its file."""
     sizes = list[int]()
-    (saved,) = saved_steps(saved_run.checkpoints)
+    (saved,) = resumable_checkpoints(saved_run.checkpoints)
 
     def look(_size: int) -> None:
         aside = next(tmp_path.glob(".hf.*.partial"))
@@ -398,7 +398,7 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def losses(run: RunDir) -> dict[int, float]:
-    return {one["step"]: one["loss"] for one in read_lines(run.metrics) if one["kind"] == "step"}
+    return {one["step"]: one["loss"] for one in read_json_lines(run.metrics) if one["kind"] == "step"}
 
 
 def test_training_goes_on_from_an_import_as_if_nothing_had_been(job: Path, tmp_path: Path) -> None:

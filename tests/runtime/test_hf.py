@@ -16,7 +16,7 @@ from torch import Tensor
 from hpcrun.errors import UsageError
 from hpcrun.runtime.hf_weights import HFWeights, write_hf
 from hpcrun.runtime.model import Decoder, canonical_name, initialise_parameters
-from hpcrun.specs.model import ModelSpec, RopeScaling, hf_config, model_fields_from_hf
+from hpcrun.specs.model import ModelSpec, RopeScaling, make_hf_config, model_fields_from_hf
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=16)
 PLAIN = ModelSpec(
@@ -85,7 +85,7 @@ def test_we_compute_the_same_from_what_transformers_writes(
 ) -> None:
     spec = SPECS[name]
     torch.manual_seed(0)
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hf_config(spec)))
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**make_hf_config(spec)))
     theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() is (shard_size == "9KB")
     assert ModelSpec(**model_fields_from_hf(tmp_path)) == spec
@@ -282,7 +282,7 @@ def test_a_damaged_shard_and_one_that_lacks_its_tensor_are_named(tmp_path: Path)
         HFWeights(directory).read("embed_tokens.weight")
 
 
-MISTRAL = hf_config(PLAIN) | {"model_type": "mistral", "sliding_window": None}
+MISTRAL = make_hf_config(PLAIN) | {"model_type": "mistral", "sliding_window": None}
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_a_config_that_cannot_be_represented_is_refused(
 
 def test_configs_of_both_generations_give_the_same_model(tmp_path: Path) -> None:
     spec = SPECS["llama3 scaling"]
-    both = hf_config(spec)
+    both = make_hf_config(spec)
     for absent in ("rope_parameters", "rope_scaling"):
         old = {key: value for key, value in both.items() if key != absent}
         if absent == "rope_scaling":

@@ -24,9 +24,9 @@ from hpcrun.runtime.initial_weights import adopt_initial_weights
 from hpcrun.runtime.model import parameter_shapes
 from hpcrun.specs.base_model import read_base_model
 from hpcrun.specs.load import load_job
-from hpcrun.specs.model import ModelSpec, hf_config
+from hpcrun.specs.model import ModelSpec, make_hf_config
 from hpcrun.specs.rundir import create_run, find_run
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.submission.prepare import check_job_inputs
 from tests.runtime.test_exchange import job, read_all, refused, told
 
@@ -84,7 +84,7 @@ def make(
     directory.mkdir()
     for name, text in BESIDE.items():
         (directory / name).write_text(text)
-    (directory / "config.json").write_text(json.dumps(hf_config(spec_of(job)) | CONFIG | (config or {})))
+    (directory / "config.json").write_text(json.dumps(make_hf_config(spec_of(job)) | CONFIG | (config or {})))
     if shards == 1:
         save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
         return tensors
@@ -156,7 +156,7 @@ def test_a_round_trip_gives_the_same_bytes_config_and_files(
     listed = {line.split("  ")[1] for line in (tmp_path / "out" / "SHA256SUMS").read_text().splitlines()}
     assert listed == {path.name for path in (tmp_path / "out").iterdir()} - {"SHA256SUMS"}
     assert told("import", tmp_path / "out", "--name", "b", "--job", job)["hashes_checked"] is True
-    first, second = (read_all(saved_steps(find_run(name).checkpoints)[0]) for name in "ab")
+    first, second = (read_all(resumable_checkpoints(find_run(name).checkpoints)[0]) for name in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

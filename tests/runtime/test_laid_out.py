@@ -18,7 +18,7 @@ from hpcrun.runtime import data_files
 from hpcrun.runtime.connect import connect_ranks
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.specs.checkpoint import DurableSpec
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.lustre_stand_in import Emulated, ost
 
 STATE = {"model.x": torch.arange(1000.0)}
@@ -38,7 +38,7 @@ def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
 def save(root: Path) -> dict[str, Any]:
     """Save a step; what its manifest says of its one data file."""
     DirectCheckpointer(root, connect_ranks(None), attempt=1, keep=1, durable=WIDE).save(2, 8, STATE)
-    (saved,) = saved_steps(root)
+    (saved,) = resumable_checkpoints(root)
     with GenerationReader(saved) as generation:
         found: dict[str, Any] = generation.manifest.layout["data-00000.bin"]
     loaded = {"model.x": torch.zeros(1000)}

@@ -21,7 +21,7 @@ from hpcrun.runtime.model import (
     parameter_shapes,
     rotary_frequencies,
 )
-from hpcrun.specs.model import PRESETS, ModelSpec, RopeScaling
+from hpcrun.specs.model import MODEL_PRESETS, ModelSpec, RopeScaling
 
 SPEC = ModelSpec(vocab=61, hidden=32, ffn=48, layers=3, heads=4, kv_heads=2, head_dim=8)
 TIED = SPEC.model_copy(update={"tied": True})
@@ -208,7 +208,7 @@ def test_norms_start_at_one(name: str) -> None:
 
 
 def test_parameter_shapes_of_a_known_model() -> None:
-    shapes = parameter_shapes(ModelSpec(**PRESETS["llama3-1b"]))
+    shapes = parameter_shapes(ModelSpec(**MODEL_PRESETS["llama3-1b"]))
     assert sum(math.prod(shape) for shape in shapes.values()) == 1_235_814_400
     assert shapes["layers.15.self_attn.k_proj.weight"] == (512, 2048)
     assert "lm_head.weight" not in shapes

@@ -17,7 +17,7 @@ import hpcrun  # noqa: E402
 from hpcrun.checkpoint.flush.arena import SHM, find_arenas  # noqa: E402
 from hpcrun.errors import SiteError  # noqa: E402
 from hpcrun.specs.rundir import RunDir  # noqa: E402
-from hpcrun.specs.saves import saved_steps  # noqa: E402
+from hpcrun.specs.saves import resumable_checkpoints  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 KILLED = """\
@@ -76,7 +76,7 @@ def test_a_checkpointer_that_was_never_closed_makes_way_for_the_next(tmp_path: P
         assert saves.load(state) == 1
         assert saves.save(2, state)
     first.close()
-    assert [saved.step for saved in saved_steps(tmp_path / "checkpoints")] == [1, 2]
+    assert [saved.step for saved in resumable_checkpoints(tmp_path / "checkpoints")] == [1, 2]
     assert not arenas(tmp_path)
 
 

@@ -104,7 +104,7 @@ def test_a_planned_generation_that_is_damaged_ends_the_attempt_and_is_told(place
     place.slot.write_bytes(data)
     with pytest.raises(RanksDiedError, match="step 7 cannot be gone on from"):
         place.restore(place.plan)
-    told = json.loads(place.attempt.unrestored.read_text())
+    told = json.loads(place.attempt.restore_failure.read_text())
     assert told["generation"] == place.stamp.generation
     assert "do not match their hash" in told["why"]
 
@@ -113,7 +113,7 @@ def test_another_job_is_a_mistake_and_tells_nothing_against_the_state(place: Pla
     place.expected["model.c"] = (3,)
     with pytest.raises(UsageError, match=r"step 7: lacks model\.c"):
         place.restore(place.plan)
-    assert not place.attempt.unrestored.exists()
+    assert not place.attempt.restore_failure.exists()
 
 
 def test_a_plan_that_was_changed_is_refused(place: Place) -> None:

@@ -20,7 +20,7 @@ from hpcrun.runtime.sharded_model import state_shapes
 from hpcrun.specs.job import TrainSpec
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.rundir import create_run
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.saves import resumable_checkpoints
 
 JOB = """
 name: tied
@@ -45,7 +45,7 @@ VIEWS = {
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_view_is_saved_as_its_own_elements(tmp_path: Path, view: Tensor) -> None:
     DirectCheckpointer(tmp_path, connect_ranks(None), attempt=1, keep=1).save(1, 1, {"model.x": view})
-    (saved,) = saved_steps(tmp_path)
+    (saved,) = resumable_checkpoints(tmp_path)
     with GenerationReader(saved) as generation:
         assert generation.manifest.tensors["model.x"].size_bytes == view.numel() * 4
     # Into memory that lies as strangely.
@@ -66,7 +66,7 @@ def test_tied_weights_are_stored_once_everywhere_and_come_back_tied(tmp_path: Pa
     run = create_run("tied")
     run.spec.write_text(render_job(job))
     DirectCheckpointer(run.checkpoints, connect_ranks(None), attempt=1, keep=1).save(4, 16, state)
-    (saved,) = saved_steps(run.checkpoints)
+    (saved,) = resumable_checkpoints(run.checkpoints)
     export_hf(run, saved, tmp_path / "hf")
     weights = HFWeights(tmp_path / "hf")
     assert "lm_head.weight" not in weights.names()

@@ -16,23 +16,25 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.runtime import torchformat
 from hpcrun.runtime.direct_checkpoint import load_weights
 from hpcrun.specs.records import write_json
-from hpcrun.specs.saves import RECORD, Saved, read_saves
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints
 
 STATE = {"model.a": torch.arange(6.0).reshape(2, 3), "optimizer.b": torch.ones(4)}
 
 
 @pytest.fixture
-def old(tmp_path: Path) -> Saved:
+def old(tmp_path: Path) -> SavedCheckpoint:
     path = tmp_path / "step-00000003"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp_save(dict(STATE), checkpoint_id=path, no_dist=True)
-    write_json(path / RECORD, {"format_version": 1, "step": 3, "position": 30, "world_size": 1, "attempt": 1})
-    (saved,) = read_saves(tmp_path)[0]
+    write_json(
+        path / COMMIT_RECORD, {"format_version": 1, "step": 3, "position": 30, "world_size": 1, "attempt": 1}
+    )
+    (saved,) = read_saved_checkpoints(tmp_path)[0]
     return saved
 
 
-def test_it_is_still_read(old: Saved) -> None:
+def test_it_is_still_read(old: SavedCheckpoint) -> None:
     assert torchformat.stored_shapes(old) == {"model.a": (2, 3), "optimizer.b": (4,)}
     found = load_weights(old)
     assert found.keys() == {"a"}
@@ -53,7 +55,7 @@ class Harm:
     "read", [torchformat.stored_shapes, load_weights, lambda old: torchformat.load(old, {})]
 )
 def test_a_list_of_tensors_that_is_more_than_that_is_refused_and_not_run(
-    read: Any, old: Saved, tmp_path: Path
+    read: Any, old: SavedCheckpoint, tmp_path: Path
 ) -> None:
     (old.path / ".metadata").write_bytes(pickle.dumps(Harm(tmp_path / "harm")))
     with pytest.raises(UsageError, match=r"\.metadata: is refused: it names posix\.mkdir"):
@@ -61,7 +63,7 @@ def test_a_list_of_tensors_that_is_more_than_that_is_refused_and_not_run(
     assert not (tmp_path / "harm").exists()
 
 
-def test_one_that_is_cut_short_is_damaged(old: Saved) -> None:
+def test_one_that_is_cut_short_is_damaged(old: SavedCheckpoint) -> None:
     os.truncate(old.path / ".metadata", 40)
     with pytest.raises(SiteError, match=r"\.metadata: is damaged"):
         torchformat.stored_shapes(old)

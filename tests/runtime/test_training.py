@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.specs.records import last_of_each_step, read_lines
+from hpcrun.specs.records import newest_step_records, read_json_lines
 from hpcrun.specs.rundir import RunDir
 
 BIN = Path(sys.executable).parent
@@ -43,8 +43,8 @@ class Ended:
         return RunDir(max(self.root.iterdir(), key=lambda path: path.stat().st_mtime))
 
     def losses(self) -> dict[int, float]:
-        steps = [record for record in read_lines(self.run.metrics) if record["kind"] == "step"]
-        return {record["step"]: record["loss"] for record in last_of_each_step(steps)}
+        steps = [record for record in read_json_lines(self.run.metrics) if record["kind"] == "step"]
+        return {record["step"]: record["loss"] for record in newest_step_records(steps)}
 
 
 class Laboratory:
@@ -82,7 +82,9 @@ class Laboratory:
         before = set(self.root.iterdir())
         while process.poll() is None:
             new = set(self.root.iterdir()) - before
-            if new and any(record.get("step", 0) >= step for record in read_lines(RunDir(new.pop()).metrics)):
+            if new and any(
+                record.get("step", 0) >= step for record in read_json_lines(RunDir(new.pop()).metrics)
+            ):
                 process.send_signal(signal.SIGTERM)
                 break
             time.sleep(0.02)
@@ -116,7 +118,7 @@ def finished_run(undisturbed: Ended) -> RunDir:
 def test_a_run_leaves_metrics_saves_and_a_result(
     undisturbed: Ended, finished_run: RunDir, undisturbed_losses: dict[int, float]
 ) -> None:
-    records = list(read_lines(finished_run.metrics))
+    records = list(read_json_lines(finished_run.metrics))
     steps = [record for record in records if record["kind"] == "step"]
     assert [record["step"] for record in steps] == list(range(1, 21))
     expected = {
@@ -151,7 +153,7 @@ def test_resume_is_bitwise(laboratory: Laboratory, undisturbed_losses: dict[int,
     resumed = laboratory.train("--resume", run.id)
     assert resumed.code == 0, resumed.stderr
     assert resumed.losses() == undisturbed_losses
-    records = [record for record in read_lines(run.metrics) if record["kind"] == "step"]
+    records = [record for record in read_json_lines(run.metrics) if record["kind"] == "step"]
     assert [record["step"] for record in records] == list(range(1, 21)), "a step was lost or done twice"
     assert {record["attempt"] for record in records} == {1, 2}
 
@@ -272,12 +274,12 @@ def test_transformers_computes_the_same_from_an_export(laboratory: Laboratory, f
     from hpcrun.runtime.direct_checkpoint import load_weights
     from hpcrun.runtime.model import Decoder
     from hpcrun.specs.load import load_job
-    from hpcrun.specs.saves import saved_steps
+    from hpcrun.specs.saves import resumable_checkpoints
 
     spec = load_job(finished_run.spec).spec.model
     assert spec is not None
     ours = Decoder(spec)
-    ours.load_state_dict(load_weights(saved_steps(finished_run.checkpoints)[-1]))
+    ours.load_state_dict(load_weights(resumable_checkpoints(finished_run.checkpoints)[-1]))
     theirs = transformers.LlamaForCausalLM.from_pretrained(out)
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -293,8 +295,10 @@ def test_transformers_computes_the_same_from_an_export(laboratory: Laboratory, f
         "train.warmup=0",
     )
     assert again.code == 0, again.stderr
-    evals = [record["eval_loss"] for record in read_lines(finished_run.metrics) if record["kind"] == "eval"]
-    first = next(r["eval_loss"] for r in read_lines(again.run.metrics) if r["kind"] == "eval")
+    evals = [
+        record["eval_loss"] for record in read_json_lines(finished_run.metrics) if record["kind"] == "eval"
+    ]
+    first = next(r["eval_loss"] for r in read_json_lines(again.run.metrics) if r["kind"] == "eval")
     assert first == pytest.approx(evals[-1], rel=1e-5)
 
 
@@ -370,7 +374,7 @@ def test_a_rank_killed_in_a_step_takes_the_run_down_and_leaves_nothing(laborator
     record: dict[str, Any] = {}
     while process.poll() is None:
         found = [path for path in laboratory.root.iterdir() if path.name.startswith("killed")]
-        if found and any(line["kind"] == "step" for line in read_lines(RunDir(found[0]).metrics)):
+        if found and any(line["kind"] == "step" for line in read_json_lines(RunDir(found[0]).metrics)):
             record = json.loads(RunDir(found[0]).attempt(1).rank_record(1).read_text())
             os.kill(record["pid"], signal.SIGKILL)
             break
@@ -392,7 +396,7 @@ def test_a_stop_that_reaches_one_rank_alone_stops_all_at_the_same_step(laborator
     process = laboratory.start(str(laboratory.job), "name=alone", "train.steps=100000")
     while process.poll() is None:
         found = [path for path in laboratory.root.iterdir() if path.name.startswith("alone")]
-        if found and any(line["kind"] == "step" for line in read_lines(RunDir(found[0]).metrics)):
+        if found and any(line["kind"] == "step" for line in read_json_lines(RunDir(found[0]).metrics)):
             record = json.loads(RunDir(found[0]).attempt(1).rank_record(1).read_text())
             os.kill(record["pid"], signal.SIGUSR2)
             break
@@ -404,5 +408,5 @@ def test_a_stop_that_reaches_one_rank_alone_stops_all_at_the_same_step(laborator
     assert told["status"] == "saved"
     last = max(ended.losses())
     assert told["step"] == last
-    saves = [line["step"] for line in read_lines(ended.run.metrics) if line["kind"] == "save"]
+    saves = [line["step"] for line in read_json_lines(ended.run.metrics) if line["kind"] == "save"]
     assert saves[-1] == last

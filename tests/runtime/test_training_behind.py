@@ -17,8 +17,8 @@ from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.specs.records import read_lines
-from hpcrun.specs.saves import saved_steps
+from hpcrun.specs.records import read_json_lines
+from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import Recorder, send
 
@@ -64,8 +64,8 @@ def test_saves_behind_training_change_no_bit_and_are_gone_on_from(tmp_path: Path
     saves = [("save", step, "memory") for step in (2, 4, 6, 8)]
     assert sorted(kinds) == [*saves, ("stored", 4, "durable"), ("stored", 8, "durable")]
     assert "step 8: saved after" in told
-    last = [saved_steps(run / "checkpoints")[-1] for run in (direct, behind)]
-    assert [saved.step for saved in saved_steps(behind / "checkpoints")] == [4, 8]
+    last = [resumable_checkpoints(run / "checkpoints")[-1] for run in (direct, behind)]
+    assert [saved.step for saved in resumable_checkpoints(behind / "checkpoints")] == [4, 8]
     with GenerationReader(last[0]) as one, GenerationReader(last[1]) as other:
         assert not [different.name for different in compare_generations(one, other)]
         assert not list(other.damages())
@@ -104,7 +104,7 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
     with SignalQueue() as inbox:
         first = Supervisor(prepare_job(tmp_path / "job.yaml", words), inbox, observer).run()
     assert first.status == "saved", first.message
-    newest = saved_steps(first.run.checkpoints)[-1]
+    newest = resumable_checkpoints(first.run.checkpoints)[-1]
     assert newest.step == first.step
     _lose_on_disk(tmp_path / "disk", newest.generation, 1)
     with GenerationReader(newest) as generation:
@@ -118,14 +118,14 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
     with SignalQueue() as inbox:
         again = Supervisor(prepare_job(None, [end], resume=first.run), inbox, Recorder()).run()
     assert again.status == "done", again.message
-    events = list(read_lines(first.run.events))
+    events = list(read_json_lines(first.run.events))
     restores = [
         (one["step"], one["levels"]) for one in events if one["event"] == "restore" and one["attempt"] > 1
     ]
     assert restores == [(newest.step, ["durable"]), (newest.step, ["local", "durable"])]
     assert len(list(first.run.checkpoints.glob("damaged-*"))) == 1
     _, plain, _ = train(tmp_path, "plain", "job.yaml", *alike, end)
-    assert steps_of(list(read_lines(first.run.metrics))) == steps_of(plain)
+    assert steps_of(list(read_json_lines(first.run.metrics))) == steps_of(plain)
 
 
 def _lose_on_disk(disk: Path, generation: str, number: int) -> None:

@@ -14,8 +14,8 @@ from hpcrun.runtime.data_loader import IGNORED_TARGET, Batches, TokenSource, eva
 from hpcrun.runtime.optimizer import learning_rate_of_step
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.plan import Plan
-from hpcrun.specs.records import last_of_each_step, read_json, read_lines
-from hpcrun.specs.reduced_plan import with_replicas
+from hpcrun.specs.records import newest_step_records, read_json, read_json_lines
+from hpcrun.specs.reduced_plan import plan_with_replicas
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import Recorder, send
 from tests.launch.pretended import pretend, supervise
@@ -63,7 +63,7 @@ def test_no_sample_is_lost_or_repeated_when_replicas_go_and_come(
     whole = job.training_plan
     position, seen = 0, list[int]()
     for dp, steps in ((4, 2), (3, 3), (1, 1), (2, 2), (4, 3)):
-        new, position = samples(source, with_replicas(job.spec, whole, dp), position, steps)
+        new, position = samples(source, plan_with_replicas(job.spec, whole, dp), position, steps)
         seen += new
     assert position == len(seen)
     assert batch == "shrink" or position == 11 * whole.gbs
@@ -100,7 +100,7 @@ def test_held_out_sequences_are_the_same_for_any_number_of_replicas(tmp_path: Pa
 def test_the_learning_rate_follows_a_smaller_batch_only_by_rule(batch: str, rule: str, factor: float) -> None:
     words = ("parallel.dp_shard=4", f"elastic={{batch: {batch}, lr: {rule}}}", "train.schedule=constant")
     job = parse_job(JOB, "job", (*words, "train.lr=0.5", "train.lr_scaling={rule: linear, base_gbs: 16}"))
-    plans = (job.training_plan, with_replicas(job.spec, job.training_plan, 1))
+    plans = (job.training_plan, plan_with_replicas(job.spec, job.training_plan, 1))
     assert [learning_rate_of_step(job.spec, plan, 1) for plan in plans] == [1.0, factor]
 
 
@@ -125,7 +125,7 @@ elastic: {min_replicas: 2}
 
 def losses(records: list[dict[str, Any]]) -> dict[int, float]:
     steps = [record for record in records if record["kind"] == "step"]
-    return {record["step"]: record["loss"] for record in last_of_each_step(steps)}
+    return {record["step"]: record["loss"] for record in newest_step_records(steps)}
 
 
 def test_a_run_that_loses_a_node_and_gets_it_back_computes_what_an_undisturbed_one_does(
@@ -154,7 +154,7 @@ def test_a_run_that_loses_a_node_and_gets_it_back_computes_what_an_undisturbed_o
     grown = supervise(pretend("abc"), prepare_job(None, resume=shrunk.run), Recorder())
     assert grown.status == "done", grown.message
     assert [read_json(attempt.plan)["dp_shard"] for attempt in grown.run.attempts()] == [3, 2, 3]
-    records, expected = list(read_lines(grown.run.metrics)), list(read_lines(plain.run.metrics))
+    records, expected = list(read_json_lines(grown.run.metrics)), list(read_json_lines(plain.run.metrics))
     assert losses(records) == pytest.approx(losses(expected), rel=1e-5)
     ends = [[one["eval_loss"] for one in found if one["kind"] == "eval"][-1] for found in (records, expected)]
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)

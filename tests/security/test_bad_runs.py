@@ -14,7 +14,7 @@ import pytest
 from hpcrun.cli.main import main
 from hpcrun.runs.history import count_run_failures, find_similar_runs, measure_runs
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.provenance import Provenance, Submission, write_provenance
+from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, all_runs, create_run
 
@@ -27,7 +27,9 @@ def make_run(name: str) -> RunDir:
     run = create_run(name)
     run.spec.write_text("name: t\ncommand: [sleep, '60']\n")
     origin = Provenance("command", name, 1, 10, T0, "me", "login", "/", ["hpcrun"], "0.1", "3.11")
-    write_provenance(run, origin.submitted(Submission(T0, pid=1, start_ticks=1, host=os.uname().nodename)))
+    write_provenance(
+        run, origin.submitted(SubmissionRecord(T0, pid=1, start_ticks=1, host=os.uname().nodename))
+    )
     attempt = run.attempt(1).create()
     attempt.log(0).write_text("hello\n")
     attempt.launcher_log.write_text("launched\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.files import OwnedDirectory, UntrustedFileError, read_regular
-from hpcrun.specs.records import LineReader, read_json, write_whole
+from hpcrun.specs.records import JsonLineReader, read_json, write_atomically
 from tests.security.users import ATTACKER, VICTIM, as_user, in_namespace, needs_root
 
 
@@ -31,7 +31,7 @@ def test_only_regular_files_are_read_and_none_without_end(tmp_path: Path) -> Non
             with pytest.raises(UntrustedFileError):
                 read_json(tmp_path / name)
             with pytest.raises(UntrustedFileError):
-                LineReader(tmp_path / name).read()
+                JsonLineReader(tmp_path / name).read()
     assert read_regular(tmp_path / "link", follow=True) == b"x" * 100
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "none")
@@ -90,7 +90,8 @@ def test_a_whole_file_is_written_over_no_planted_name(tmp_path: Path) -> None:
     target.write_text("kept")
     (tmp_path / f".record.{os.getpid()}").symlink_to(target)
     threads = [
-        threading.Thread(target=write_whole, args=(tmp_path / "record", f"{number}\n")) for number in range(8)
+        threading.Thread(target=write_atomically, args=(tmp_path / "record", f"{number}\n"))
+        for number in range(8)
     ]
     for thread in threads:
         thread.start()

@@ -18,12 +18,12 @@ from torch.serialization import _get_layout
 
 from hpcrun.errors import HpcrunError
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.load import flatten, load_job
-from hpcrun.specs.portable import PORTABLE, portable_part
-from hpcrun.specs.resolve import defaults
+from hpcrun.specs.load import flatten_keys, load_job
+from hpcrun.specs.portable import PORTABLE_KEYS, portable_part
+from hpcrun.specs.resolve import default_job_values
 from hpcrun.specs.rundir import RunDir, find_run
-from hpcrun.specs.saves import Saved, parse_record, render_record
-from hpcrun.specs.yaml import render_document
+from hpcrun.specs.saves import SavedCheckpoint, parse_commit_record, render_commit_record
+from hpcrun.specs.yaml import render_yaml
 from tests.runtime.test_exchange import dcp_of, job, refused, run, saved_run, told
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -67,14 +67,14 @@ def _section(annotation: Any) -> type[BaseModel] | None:
 
 
 def test_every_key_of_a_job_is_classified() -> None:
-    assert PORTABLE.keys() == JobSpec.model_fields.keys()
-    for key, rule in PORTABLE.items():
+    assert PORTABLE_KEYS.keys() == JobSpec.model_fields.keys()
+    for key, rule in PORTABLE_KEYS.items():
         section = _section(JobSpec.model_fields[key].annotation)
         if isinstance(rule, dict):
             assert section is not None
             assert rule.keys() - {"preset", "hf"} == section.model_fields.keys(), key
     # What goes as a whole must stay what was looked at here.
-    whole = {key for key, rule in PORTABLE.items() if rule is True}
+    whole = {key for key, rule in PORTABLE_KEYS.items() if rule is True}
     assert whole == {"name", "data", "parallel", "device"}
     of_data = {"text", "tokens", "pattern", "seq_len", "holdout", "dtype", "shuffle"}
     assert set(_section(JobSpec.model_fields["data"].annotation).model_fields) == of_data  # type: ignore[union-attr]
@@ -93,16 +93,18 @@ def test_the_job_beside_a_state_brings_nothing_but_the_state(
 ) -> None:
     out = tmp_path / "out"
     told("export", saved_run.id, "--format", form, "--out", out)
-    (out / "spec.yaml").write_text(render_document(hostile_spec(job)))
+    (out / "spec.yaml").write_text(render_yaml(hostile_spec(job)))
     found = told("import", out, "--name", "taken")
     expected = [*HOSTILE, "train.profile"]
     assert set(expected) <= set(found["left_out"])
-    own, plain = load_job(job).spec, defaults()
+    own, plain = load_job(job).spec, default_job_values()
     spec = load_job(find_run("taken").spec).spec
     assert spec.model_copy(update={"name": own.name}) == own
-    kept = flatten(spec.model_dump(mode="json"))
+    kept = flatten_keys(spec.model_dump(mode="json"))
     for key in HOSTILE:
-        assert {one: v for one, v in kept.items() if one.split(".")[0] == key} == flatten({key: plain[key]})
+        assert {one: v for one, v in kept.items() if one.split(".")[0] == key} == flatten_keys(
+            {key: plain[key]}
+        )
     text = find_run("taken").spec.read_text()
     assert not [word for word in ("/tmp/t", "theirs", "attacker", "private value") if word in text]
     (line,) = [one for one in run("import", out, "--name", "b").stdout.splitlines() if "left out" in one]
@@ -119,7 +121,7 @@ def test_a_job_of_ones_own_is_taken_whole(saved_run: RunDir, job: Path, tmp_path
 
 def test_an_export_holds_nothing_of_the_environment(saved_run: RunDir, job: Path, tmp_path: Path) -> None:
     values = hostile_spec(job) | {"elastic": None}
-    saved_run.spec.write_text(render_document(values))
+    saved_run.spec.write_text(render_yaml(values))
     for form in ("dcp", "hpcrun", "hf"):
         found = told("export", saved_run.id, "--format", form, "--out", tmp_path / form)
         if form != "hf":
@@ -145,7 +147,7 @@ def test_a_job_that_leads_elsewhere_is_refused_in_one_line(
     told("export", saved_run.id, "--format", "hpcrun", "--out", tmp_path / "out")
     values = load_job(job).spec.model_dump(mode="json")
     change(values)
-    (tmp_path / "out" / "spec.yaml").write_text(render_document(values))
+    (tmp_path / "out" / "spec.yaml").write_text(render_yaml(values))
     result = run("import", tmp_path / "out", "--name", "new")
     assert isinstance(result.exception, HpcrunError)
     assert said in str(result.exception)
@@ -213,16 +215,16 @@ def test_names_in_lists_never_climb(saved_run: RunDir, job: Path, tmp_path: Path
 
 
 def test_a_record_of_other_kinds_proves_nothing(saved_run: RunDir, job: Path, tmp_path: Path) -> None:
-    good = Saved(tmp_path, 4, 16, 1, 1, 2, "0" * 32, "s", "r", "", "durable", 1.0, 10, "h", (1,))
+    good = SavedCheckpoint(tmp_path, 4, 16, 1, 1, 2, "0" * 32, "s", "r", "", "durable", 1.0, 10, "h", (1,))
     wrong: list[dict[str, Any]] = [
         {"step": "../../x"}, {"step": -1}, {"step": True}, {"step": 1 << 70}, {"world_size": 0},
         {"generation": "../../../home"}, {"generation": 5}, {"file_bytes": (-1,)}, {"file_bytes": ("x",)},
         {"manifest_bytes": -5}, {"manifest_hash": None}, {"level": ["x"]}, {"written": "soon"},
     ]  # fmt: skip
-    assert isinstance(parse_record(tmp_path, render_record(good)), Saved)
+    assert isinstance(parse_commit_record(tmp_path, render_commit_record(good)), SavedCheckpoint)
     for change in wrong:
-        text = render_record(Saved(**(vars(good) | change)))
-        assert not isinstance(parse_record(tmp_path, text), Saved), change
+        text = render_commit_record(SavedCheckpoint(**(vars(good) | change)))
+        assert not isinstance(parse_commit_record(tmp_path, text), SavedCheckpoint), change
     told("export", saved_run.id, "--format", "dcp", "--out", tmp_path / "dcp")
     for note in ({"world_size": 10**9}, {"step": True}, {"position": -1}, {"step": "1"}):
         path = tmp_path / "dcp" / "hpcrun.json"

@@ -45,7 +45,7 @@ SECRET, RUN = "a" * 64, "run-1"
 MESSAGES = 10_000
 
 LISTENERS = {
-    "door.py": "TCP, for others of the run: agents (wire.py), drain workers (peers.py), trials (trial.py)",
+    "listeners.py": "TCP, for others of the run: agents (wire.py), drain workers (peers.py), trials (trial.py)",
     "checkpoint/flush/json_lines.py": "Unix socket in the arena, for the ranks of a node",
     "launch/watch/progress_listener.py": "abstract Unix socket, for the progress of a node's ranks",
     "telemetry/prometheus_exporter.py": "HTTP, /metrics",
@@ -72,7 +72,7 @@ def listens(tree: ast.AST) -> bool:
 
 
 def test_every_listener_is_in_the_table() -> None:
-    package = Path(prometheus_exporter.__file__).parents[2]
+    package = Path(prometheus_exporter.__file__).parents[1]
     sources = {path: path.read_text(encoding="utf-8") for path in package.rglob("*.py")}
     found = {
         str(path.relative_to(package))

@@ -34,7 +34,7 @@ from hpcrun.files import UntrustedFileError, write_output
 from hpcrun.health import probes
 from hpcrun.shm_segments import remove_segments, stale_segments
 from hpcrun.specs.checkpoint import CheckpointSpec
-from hpcrun.specs.identity import digest_of
+from hpcrun.specs.identity import directory_digest
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, create_run
 from hpcrun.telemetry.prometheus_exporter import Exporter
@@ -401,7 +401,7 @@ def test_only_our_own_segments_are_removed() -> None:
 
 
 ORDERS: dict[str, Any] = {"textfile": "/tmp/shown", "targets": "/tmp/shown", "address": "127.0.0.1"}
-SHOWN = f"hpcrun-r-{digest_of(Path(f'/tmp/home-{VICTIM}/runs/r'))[:8]}"
+SHOWN = f"hpcrun-r-{directory_digest(Path(f'/tmp/home-{VICTIM}/runs/r'))[:8]}"
 ABOUT = {"run": "r", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 1}
 
 

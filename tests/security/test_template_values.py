@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jinja2.exceptions import TemplateError
 
-from hpcrun.slurm.template import Code, Library, as_code
+from hpcrun.slurm.template import ShellCode, TemplateLibrary, as_shell_code
 
 NASTY = (
     "$(touch x)",
@@ -76,7 +76,7 @@ def _expressions() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-_ENVIRONMENT = Library().shipped()._environment
+_ENVIRONMENT = TemplateLibrary().shipped()._environment
 
 
 def _rendered(expression: str, values: Sequence[str]) -> Iterator[str]:
@@ -86,7 +86,7 @@ def _rendered(expression: str, values: Sequence[str]) -> Iterator[str]:
             text = FRAME.replace("PLACES", place).replace("EXPR", expression)
             template = _ENVIRONMENT.from_string(text)
             for value in values:
-                words = {"v": value, "lines": [as_code("echo {0} {a} o")]}
+                words = {"v": value, "lines": [as_shell_code("echo {0} {a} o")]}
                 yield template.render(words).partition("#CUT\n")[2]
             continue
         return
@@ -125,7 +125,7 @@ def test_a_method_of_code_gives_a_value_that_is_quoted(code: str) -> None:
 
 
 def test_code_called_as_a_class_gives_plain_text() -> None:
-    code: Any = as_code("a;b")
-    assert type(code) is Code
-    for made in (type(code)("x"), Code("x"), code[1:], code + "c", code.upper(), code.replace("a", "b")):
+    code: Any = as_shell_code("a;b")
+    assert type(code) is ShellCode
+    for made in (type(code)("x"), ShellCode("x"), code[1:], code + "c", code.upper(), code.replace("a", "b")):
         assert type(made) is str

@@ -11,8 +11,8 @@ import pytest
 from hpcrun.cli.main import main
 from hpcrun.errors import UsageError
 from hpcrun.specs import owner
-from hpcrun.specs.identity import Identity
-from hpcrun.specs.owner import is_mine
+from hpcrun.specs.identity import RunIdentity
+from hpcrun.specs.owner import is_private_directory
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir, all_runs, create_run, find_run
 from tests.security.users import ATTACKER, ROOT, VICTIM, as_user, in_namespace, needs_root
@@ -45,15 +45,18 @@ def test_only_a_directory_that_nobody_else_can_write_is_mine(tmp_path: Path) -> 
     folder.mkdir(mode=0o755)
     link.symlink_to(folder)
     file.touch()
-    assert is_mine(folder)
+    assert is_private_directory(folder)
     assert not any(
-        map(is_mine, (link, file, tmp_path / "absent", tmp_path / "nul\0", tmp_path / ("x" * 300)))
+        map(
+            is_private_directory,
+            (link, file, tmp_path / "absent", tmp_path / "nul\0", tmp_path / ("x" * 300)),
+        )
     )
     for mode in (0o775, 0o757, 0o777, 0o2775):
         folder.chmod(mode)
-        assert not is_mine(folder), oct(mode)
+        assert not is_private_directory(folder), oct(mode)
     folder.chmod(0o2755)
-    assert is_mine(folder)
+    assert is_private_directory(folder)
 
 
 def test_of_two_runs_that_claim_a_job_the_private_one_is_meant(runs_root: Path) -> None:
@@ -162,7 +165,7 @@ def test_a_root_that_others_can_write_is_said_once(
     root = tmp_path / "open"
     root.mkdir()
     monkeypatch.setenv("HPCRUN_ROOT", str(root))
-    monkeypatch.setattr(owner, "_told", set())
+    monkeypatch.setattr(owner, "_warned", set())
     for mode, told in ((0o755, 0), (0o1777, 0), (0o777, 1), (0o2775, 1)):
         root.chmod(mode)
         make_run("r", root)
@@ -249,7 +252,7 @@ def test_an_attackers_run_is_never_taken_for_mine() -> None:
             path.mkdir(mode=0o777)
             run = RunDir(path)
             run.spec.write_text("name: evil\ncommand: ['touch', '/tmp/pwned']\ncluster: local\n")
-            run.identify(Identity.new(path), submissions=[{"time": 9e9, "job": 4242}])
+            run.identify(RunIdentity.new(path), submissions=[{"time": 9e9, "job": 4242}])
             run.element(0).path.mkdir(parents=True)
             (run.element(0).path / "spec.yaml").write_text("name: evil\n")
         Path("/tmp/cwd/nightly").symlink_to(nightly)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.slurm.answers import Estimate, parse_submission, parse_test_only, parse_trouble
+from hpcrun.slurm.answers import StartEstimate, parse_sbatch_answer, parse_slurm_problem, parse_start_estimate
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,7 @@ from hpcrun.slurm.answers import Estimate, parse_submission, parse_test_only, pa
     ],
 )
 def test_ids(stdout: str, job: int, cluster: str) -> None:
-    found = parse_submission(stdout)
+    found = parse_sbatch_answer(stdout)
     assert (found.job, found.cluster, found.trouble) == (job, cluster, None)
 
 
@@ -42,7 +42,7 @@ def test_ids(stdout: str, job: int, cluster: str) -> None:
     ],
 )
 def test_trouble_is_told_verbatim(stderr: str, kind: str) -> None:
-    found = parse_submission("", stderr)
+    found = parse_sbatch_answer("", stderr)
     assert found.job is None
     assert found.trouble is not None
     assert found.trouble.kind == kind
@@ -51,7 +51,7 @@ def test_trouble_is_told_verbatim(stderr: str, kind: str) -> None:
 
 def test_an_id_counts_although_sbatch_complained() -> None:
     # errors mixed with accepted ids (sdsc-summer-institute-2019#55)
-    found = parse_submission(
+    found = parse_sbatch_answer(
         "Submitted batch job 9\n", "sbatch: error: Socket timed out on send/recv operation\n"
     )
     assert found.job == 9
@@ -60,7 +60,7 @@ def test_an_id_counts_although_sbatch_complained() -> None:
 
 
 def test_words_of_a_wrapper_without_an_id_are_kept() -> None:
-    found = parse_submission("Please choose a project first\n", "")
+    found = parse_sbatch_answer("Please choose a project first\n", "")
     assert found.job is None
     assert found.trouble is not None
     assert found.trouble.text == "Please choose a project first"
@@ -68,13 +68,15 @@ def test_words_of_a_wrapper_without_an_id_are_kept() -> None:
 
 def test_an_uneventful_answer_is_no_trouble() -> None:
     for text in ("", "\n", "Submitted batch job 3\n", "Two-factor authentication is on from Monday\n"):
-        assert parse_trouble(text) is None
+        assert parse_slurm_problem(text) is None
 
 
 def test_an_estimate_without_a_partition_and_a_refusal() -> None:
     line = "sbatch: Job 7 to start at 2026-11-29T15:00:00 using 8 processors on n[1-2]\n"
-    assert parse_test_only(f"sbatch: note\n{line}") == Estimate("2026-11-29T15:00:00", 8, "n[1-2]", "")
-    refused = parse_test_only("allocation failure: Requested node configuration is not available\n")
-    assert not isinstance(refused, Estimate)
+    assert parse_start_estimate(f"sbatch: note\n{line}") == StartEstimate(
+        "2026-11-29T15:00:00", 8, "n[1-2]", ""
+    )
+    refused = parse_start_estimate("allocation failure: Requested node configuration is not available\n")
+    assert not isinstance(refused, StartEstimate)
     assert refused.kind == "refused"
     assert "no node" in refused.remedy

@@ -35,7 +35,7 @@ TROUBLES = {
     "show-job-unknown": "no-job",
 }
 READERS: dict[str, Callable[[str], Any]] = {
-    **dict.fromkeys(TROUBLES, answers.parse_trouble),
+    **dict.fromkeys(TROUBLES, answers.parse_slurm_problem),
     **{f"show-job-{name}": jobs.parse_scontrol_jobs for name in SCONTROL_JOBS},
     **dict.fromkeys(("squeue", "squeue-format", "squeue-long", "squeue-start"), jobs.parse_squeue),
     "squeue-json": jobs.parse_jobs_json,
@@ -53,15 +53,15 @@ READERS: dict[str, Callable[[str], Any]] = {
     "show-topology-nodearg": topology.parse_topology,
     "show-topology-unit": topology.parse_topology,
     "show-topoconf": topology.parse_topoconf,
-    "version": versions.parse_version,
-    "test-only": answers.parse_test_only,
-    "sbatch-parsable": answers.parse_submission,
-    "sbatch-submitted": answers.parse_submission,
-    "err-nodes": answers.parse_submission,
+    "version": versions.parse_slurm_version,
+    "test-only": answers.parse_start_estimate,
+    "sbatch-parsable": answers.parse_sbatch_answer,
+    "sbatch-submitted": answers.parse_sbatch_answer,
+    "err-nodes": answers.parse_sbatch_answer,
     "hostnames": lambda text: expand_hosts(",".join(text.split())),
     "job-environment": lambda text: [line for line in text.splitlines() if "switch.switch.node" in line],
     "job-topology-addr-block": lambda text: [
-        topology.parse_address(*line.split()[1:]) for line in text.splitlines()
+        topology.parse_topology_address(*line.split()[1:]) for line in text.splitlines()
     ],
 }
 """Which parser finds something in which file; the files that depend on the release are looked at below."""
@@ -80,44 +80,44 @@ def test_every_file_says_something(captured: Captured, path: Path) -> None:
 def test_trouble_is_recognised(captured: Captured, version: str) -> None:
     for name, kind in TROUBLES.items():
         if (CAPTURED / version / f"{name}.txt").exists():
-            found = answers.parse_trouble(captured(version, name))
+            found = answers.parse_slurm_problem(captured(version, name))
             assert found is not None
             assert (name, found.kind) == (name, kind)
             assert found.remedy
     for name in UNEVENTFUL:
-        assert answers.parse_trouble(captured(version, name)) is None
+        assert answers.parse_slurm_problem(captured(version, name)) is None
 
 
 def test_submissions(captured: Captured, version: str) -> None:
     said = {
-        name: answers.parse_submission(captured(version, name))
+        name: answers.parse_sbatch_answer(captured(version, name))
         for name in ("sbatch-submitted", "sbatch-parsable")
     }
     number = 13 if version == "22.05.8" else 12
     assert [found.job for found in said.values()] == [number, number + 2]
     # 99 nodes of 8 are accepted: that such a job cannot start shows only in its pending reason
-    assert answers.parse_submission(captured(version, "err-nodes")).job is not None
+    assert answers.parse_sbatch_answer(captured(version, "err-nodes")).job is not None
 
 
 def test_estimates(captured: Captured, version: str) -> None:
-    found = answers.parse_test_only(captured(version, "test-only"))
-    assert isinstance(found, answers.Estimate)
+    found = answers.parse_start_estimate(captured(version, "test-only"))
+    assert isinstance(found, answers.StartEstimate)
     assert (found.processors, found.nodes, found.partition) == (4, "n[03-04]", "main")
     assert found.start.startswith("2154-07-05T")
 
 
 def test_what_depends_on_the_release_agrees_with_the_table(captured: Captured, version: str) -> None:
-    release = versions.parse_version(captured(version, "version"))
+    release = versions.parse_slurm_version(captured(version, "version"))
     assert str(release) == version
-    has_segment = answers.parse_submission(*[captured(version, "err-segment")] * 2).job is not None
-    assert has_segment is versions.accepts(release, "segment")
-    expanded = answers.parse_trouble(captured(version, "hostnames-suffix")) is None
-    assert expanded is versions.accepts(release, "hostlist-suffix")
-    assert bool(nodes.parse_nodes_json(captured(version, "show-nodes-json"))) is versions.accepts(
+    has_segment = answers.parse_sbatch_answer(*[captured(version, "err-segment")] * 2).job is not None
+    assert has_segment is versions.has_feature(release, "segment")
+    expanded = answers.parse_slurm_problem(captured(version, "hostnames-suffix")) is None
+    assert expanded is versions.has_feature(release, "hostlist-suffix")
+    assert bool(nodes.parse_nodes_json(captured(version, "show-nodes-json"))) is versions.has_feature(
         release, "scontrol-json"
     )
     bare = bool(topology.parse_topology(captured(version, "show-topology-node")))
-    assert bare is versions.accepts(release, "topology-bare-unit")
+    assert bare is versions.has_feature(release, "topology-bare-unit")
     assert expand_hosts("n[01-02]-ib") == ("n01-ib", "n02-ib")
 
 
@@ -158,10 +158,10 @@ def mutilated(text: str, rng: random.Random) -> str:
 
 
 PARSERS: tuple[Callable[[str], Any], ...] = (
-    answers.parse_submission,
-    answers.parse_test_only,
-    answers.parse_trouble,
-    limits.parse_config,
+    answers.parse_sbatch_answer,
+    answers.parse_start_estimate,
+    answers.parse_slurm_problem,
+    limits.parse_slurm_configuration,
     limits.parse_partitions,
     jobs.parse_jobs_json,
     jobs.parse_sacct,
@@ -173,17 +173,17 @@ PARSERS: tuple[Callable[[str], Any], ...] = (
     nodes.parse_sinfo_table,
     topology.parse_topoconf,
     topology.parse_topology,
-    versions.parse_version,
+    versions.parse_slurm_version,
 )
 WORDS: tuple[Callable[[str], Any], ...] = (
     ids.parse_job_id,
     nodes.parse_gpus,
     nodes.parse_node_state,
-    output_formats.whole_number,
+    output_formats.leading_integer,
     parse_slurm_memory,
     parse_slurm_time,
-    states.parse_reason,
-    states.parse_state,
+    states.parse_pending_reason,
+    states.parse_job_state,
 )
 
 

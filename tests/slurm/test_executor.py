@@ -15,10 +15,10 @@ from submitit.core.utils import DelayedSubmission
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.process import ProcessId
-from hpcrun.slurm.contract import ScriptContext
-from hpcrun.slurm.executor import TemplateExecutor, check_private
+from hpcrun.slurm.executor import TemplateExecutor, require_private_file
 from hpcrun.slurm.ids import JobId
-from hpcrun.slurm.template import Library
+from hpcrun.slurm.script_context import ScriptContext
+from hpcrun.slurm.template import TemplateLibrary
 from tests.slurm.fakes import Fake, calls, stand_ins
 
 LAYER = """{% extends "shipped/function.sbatch.j2" %}
@@ -36,16 +36,16 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
+def library(tmp_path: Path) -> TemplateLibrary:
     """The shipped templates, and one of the site's."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "function.sbatch.j2").write_text(LAYER, encoding="utf-8")
-    return Library({"site": site, **Library().shipped().directories})
+    return TemplateLibrary({"site": site, **TemplateLibrary().shipped().directories})
 
 
 def executor(
-    library: Library,
+    library: TemplateLibrary,
     folder: Path,
     template: str = "function",
     *,
@@ -70,7 +70,9 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-def test_a_call_becomes_a_job_with_the_site_s_script(library: Library, tmp_path: Path, fake: Fake) -> None:
+def test_a_call_becomes_a_job_with_the_site_s_script(
+    library: TemplateLibrary, tmp_path: Path, fake: Fake
+) -> None:
     fake("sbatch", "12;blue")
     folder = tmp_path / "folder"
     done = executor(library, folder).submit_task(divmod, 7, 2)
@@ -81,13 +83,15 @@ def test_a_call_becomes_a_job_with_the_site_s_script(library: Library, tmp_path:
     assert (mode(folder), mode(pickled), mode(script)) == (0o700, 0o600, 0o600)
 
 
-def test_submitit_s_own_ways_would_lose_the_template(library: Library, tmp_path: Path) -> None:
+def test_submitit_s_own_ways_would_lose_the_template(library: TemplateLibrary, tmp_path: Path) -> None:
     for submit in (executor(library, tmp_path / "a").submit, executor(library, tmp_path / "a").map_array):
         with pytest.raises(UsageError, match="submit_task or submit_elements"):
             submit(divmod, [7], [2])
 
 
-def test_the_elements_of_a_sweep_share_one_pickle(library: Library, tmp_path: Path, fake: Fake) -> None:
+def test_the_elements_of_a_sweep_share_one_pickle(
+    library: TemplateLibrary, tmp_path: Path, fake: Fake
+) -> None:
     log, folder = fake("sbatch", "12"), tmp_path / "folder"
     elements = [1003, 1007, 1012, 1013, 1014]
     made = executor(library, folder, "array").submit_elements(
@@ -103,7 +107,9 @@ def test_the_elements_of_a_sweep_share_one_pickle(library: Library, tmp_path: Pa
     assert len(calls(log)) == 1
 
 
-def test_one_task_is_handed_over_with_its_script(library: Library, tmp_path: Path, fake: Fake) -> None:
+def test_one_task_is_handed_over_with_its_script(
+    library: TemplateLibrary, tmp_path: Path, fake: Fake
+) -> None:
     fake("sbatch", "12;blue")
     made = executor(library, tmp_path / "folder", "train")
     done = made.submit_task(divmod, 7, 2)
@@ -112,13 +118,15 @@ def test_one_task_is_handed_over_with_its_script(library: Library, tmp_path: Pat
     assert DelayedSubmission.load(tmp_path / "folder" / "12_submitted.pkl").args == (7, 2)
 
 
-def test_the_path_that_slurm_was_given_goes_on_existing(library: Library, tmp_path: Path, fake: Fake) -> None:
+def test_the_path_that_slurm_was_given_goes_on_existing(
+    library: TemplateLibrary, tmp_path: Path, fake: Fake
+) -> None:
     log = fake("sbatch", "12")
     executor(library, tmp_path / "folder").submit_task(dict)
     assert Path(calls(log)[0].split()[-1]).is_file()
 
 
-def test_a_refused_job_leaves_no_file(library: Library, tmp_path: Path, fake: Fake) -> None:
+def test_a_refused_job_leaves_no_file(library: TemplateLibrary, tmp_path: Path, fake: Fake) -> None:
     fake("sbatch", "!sbatch: error: Batch job submission failed: Invalid account or account/partition")
     folder = tmp_path / "folder"
     with pytest.raises(SiteError, match=r"did not take the job: .*Invalid account"):
@@ -128,12 +136,16 @@ def test_a_refused_job_leaves_no_file(library: Library, tmp_path: Path, fake: Fa
 
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_job_whose_pickle_finds_no_place_is_cancelled(
-    fault: BaseException, library: Library, tmp_path: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch
+    fault: BaseException,
+    library: TemplateLibrary,
+    tmp_path: Path,
+    fake: Fake,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(*_: object) -> None:
         raise fault
 
-    monkeypatch.setattr("hpcrun.slurm.executor.place", full)
+    monkeypatch.setattr("hpcrun.slurm.executor.link_or_copy", full)
     fake("sbatch", "12;blue")
     cancelled, folder = fake("scancel", ""), tmp_path / "folder"
     with pytest.raises(type(fault)):
@@ -142,7 +154,9 @@ def test_a_job_whose_pickle_finds_no_place_is_cancelled(
     assert list(folder.iterdir()) == []
 
 
-def test_nodes_that_do_not_exist_are_not_excluded(library: Library, tmp_path: Path, fake: Fake) -> None:
+def test_nodes_that_do_not_exist_are_not_excluded(
+    library: TemplateLibrary, tmp_path: Path, fake: Fake
+) -> None:
     fake("sbatch", "12")
     fake("sinfo", "n01\nn02")
     made = executor(library, tmp_path / "a", "train", directives={"exclude": "n[02-03]"})
@@ -151,7 +165,7 @@ def test_nodes_that_do_not_exist_are_not_excluded(library: Library, tmp_path: Pa
     assert "--exclude" not in made.submit_task(dict).script
 
 
-def test_parameters_are_the_spec_s(library: Library, tmp_path: Path) -> None:
+def test_parameters_are_the_spec_s(library: TemplateLibrary, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="time"):
         executor(library, tmp_path / "folder").update_parameters(time=5)
 
@@ -161,14 +175,14 @@ def test_a_pickle_that_others_could_have_written_is_not_loaded(tmp_path: Path) -
     folder.mkdir(mode=0o700)
     path = folder / "12_submitted.pkl"
     path.touch(mode=0o600)
-    check_private(path)
+    require_private_file(path)
     path.chmod(0o620)
     with pytest.raises(UsageError, match="written by others"):
-        check_private(path)
+        require_private_file(path)
     path.chmod(0o600)
     folder.chmod(0o703)
     with pytest.raises(UsageError, match="written by others"):
-        check_private(path)
+        require_private_file(path)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away; run as root in a container")
@@ -177,14 +191,14 @@ def test_a_pickle_of_somebody_else_is_not_loaded(tmp_path: Path) -> None:
     path.touch(mode=0o600)
     os.chown(path, 12345, -1)
     with pytest.raises(UsageError, match="belongs to user 12345"):
-        check_private(path)
+        require_private_file(path)
 
 
 START = """
 import os, signal, sys
 from pathlib import Path
-from hpcrun.slurm.executor import submit_local
-found = submit_local(Path(sys.argv[1]), Path.read_text, Path(sys.argv[2]))
+from hpcrun.slurm.executor import submit_background
+found = submit_background(Path(sys.argv[1]), Path.read_text, Path(sys.argv[2]))
 print(*found, os.getpgid(found.pid), flush=True)
 if sys.argv[3] == "terminal":
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -9,8 +9,14 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.client import client_environment, cluster_of, run_client
-from hpcrun.slurm.inputs import KEYS, RAW, UNUSED, Inputs, read_inputs
+from hpcrun.slurm.client import cluster_from_environment, run_slurm_client, slurm_client_environment
+from hpcrun.slurm.inputs import (
+    OPTION_OF_VARIABLE,
+    REFUSED_VARIABLES,
+    RESOURCE_KEY_OF_VARIABLE,
+    SbatchInputs,
+    read_sbatch_inputs,
+)
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import parse_job
@@ -38,8 +44,8 @@ def job(**resources: Any) -> JobSpec:
     return JobSpec.model_validate({"command": ["true"], "resources": resources})
 
 
-def read(environ: dict[str, str], cluster: ClusterSpec | None = None, **resources: Any) -> Inputs:
-    return read_inputs(job(**resources), cluster, environ)
+def read(environ: dict[str, str], cluster: ClusterSpec | None = None, **resources: Any) -> SbatchInputs:
+    return read_sbatch_inputs(job(**resources), cluster, environ)
 
 
 @pytest.mark.parametrize("name", MANUAL)
@@ -49,7 +55,7 @@ def test_no_variable_of_sbatch_s_is_dropped_without_a_word(name: str) -> None:
     assert not found.findings
     (note,) = found.notes
     assert f"SBATCH_{name}" in note
-    assert UNUSED.get(f"SBATCH_{name}", "") in note
+    assert REFUSED_VARIABLES.get(f"SBATCH_{name}", "") in note
 
 
 def test_a_variable_that_nobody_knows_is_named_too() -> None:
@@ -169,10 +175,10 @@ def test_options_without_a_key_go_where_raw_options_stand() -> None:
         "use-min-nodes": True,
         "wckey": "w",
     }
-    options = {"sbatch": dict.fromkeys(RAW.values(), "1")}
+    options = {"sbatch": dict.fromkeys(OPTION_OF_VARIABLE.values(), "1")}
     assert ResourcesSpec.model_validate(options).sbatch == options["sbatch"], "each may be given raw"
-    assert not {*KEYS} & {*RAW}
-    assert not {*KEYS, *RAW} & {*UNUSED}
+    assert not {*RESOURCE_KEY_OF_VARIABLE} & {*OPTION_OF_VARIABLE}
+    assert not {*RESOURCE_KEY_OF_VARIABLE, *OPTION_OF_VARIABLE} & {*REFUSED_VARIABLES}
 
 
 def test_an_allocation_around_us_is_no_wish() -> None:
@@ -183,7 +189,7 @@ def test_an_allocation_around_us_is_no_wish() -> None:
         "SLURM_HINT": "nomultithread",
     }
     inside |= {"SBATCH_MEM_BIND_TYPE": "local", "SBATCH_CPU_BIND": "quiet"}
-    assert read(inside) == Inputs()
+    assert read(inside) == SbatchInputs()
     assert read(inside | {"SBATCH_ACCOUNT": "mine"}).resources == {"account": "mine"}, (
         "that is the user's own"
     )
@@ -191,9 +197,12 @@ def test_an_allocation_around_us_is_no_wish() -> None:
 
 def test_which_cluster_is_meant() -> None:
     assert read({"SLURM_CLUSTERS": "far"}).slurm_cluster == "far"
-    assert cluster_of({"SBATCH_CLUSTERS": "far", "SLURM_CLUSTERS": "far"}) == ("SBATCH_CLUSTERS", "far")
+    assert cluster_from_environment({"SBATCH_CLUSTERS": "far", "SLURM_CLUSTERS": "far"}) == (
+        "SBATCH_CLUSTERS",
+        "far",
+    )
     with pytest.raises(UsageError, match="SBATCH_CLUSTERS is far and SLURM_CLUSTERS is near"):
-        cluster_of({"SBATCH_CLUSTERS": "far", "SLURM_CLUSTERS": "near"})
+        cluster_from_environment({"SBATCH_CLUSTERS": "far", "SLURM_CLUSTERS": "near"})
     profile = PROFILE.model_copy(update={"slurm_cluster": "near"})
     (finding,) = read({"SLURM_CLUSTERS": "far"}, profile).findings
     assert "near" in finding.text
@@ -223,12 +232,12 @@ def test_commands_of_slurm_s_do_not_see_what_is_for_the_person(
     theirs += ("SLURM_TIME_FORMAT", "SLURM_CLUSTERS", "SLURM_TOPO_LEN", "SCONTROL_LOCAL", "SLURM_JOB_ID")
     for name in (*theirs, "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"):
         monkeypatch.setenv(name, "x")
-    run_client(["squeue"], timeout_s=20, more={"SLURM_BITSTR_LEN": "0"})
+    run_slurm_client(["squeue"], timeout_s=20, more={"SLURM_BITSTR_LEN": "0"})
     given = environment(log)
     assert not set(theirs) & set(given)
     assert {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_BITSTR_LEN"} <= set(given)
     assert calls(log) == [""]
-    assert client_environment({"HOME": "/h", "SQUEUE_SORT": "i"}) == {"HOME": "/h"}
+    assert slurm_client_environment({"HOME": "/h", "SQUEUE_SORT": "i"}) == {"HOME": "/h"}
 
 
 def test_nobody_runs_them_in_another_way() -> None:
@@ -244,7 +253,7 @@ def test_nobody_runs_them_in_another_way() -> None:
             node.elts[0] for node in ast.walk(tree) if isinstance(node, ast.List | ast.Tuple) and node.elts
         ]
         begins = any(isinstance(one, ast.Constant) and one.value in commands for one in lists)
-        if told and begins and "run_client" not in path.read_text():
+        if told and begins and "run_slurm_client" not in path.read_text():
             wrong.append(path.relative_to(package))
     # What is shown to an admin, and words that are no commands.
     allowed = {"health/drain_request.py", "slurm/inputs.py"}

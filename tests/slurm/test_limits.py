@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from hpcrun.hostlist import expand_hosts
-from hpcrun.slurm.limits import Configuration, parse_config, parse_partitions
-from hpcrun.slurm.versions import Version
+from hpcrun.slurm.limits import SlurmConfiguration, parse_partitions, parse_slurm_configuration
+from hpcrun.slurm.versions import SlurmVersion
 
 Captured = Callable[[str, str], str]
 
@@ -55,15 +55,22 @@ Slurmctld(primary) at login1 is UP
 
 
 def test_the_configuration() -> None:
-    config = parse_config(CONFIG)
-    assert (config.version, config.cluster, config.max_array_size) == (Version(22, 5, 8), "lab", 1001)
+    config = parse_slurm_configuration(CONFIG)
+    assert (config.version, config.cluster, config.max_array_size) == (SlurmVersion(22, 5, 8), "lab", 1001)
     assert (config.kill_wait_s, config.requeue, config.sends_user_signal) == (30, True, True)
     assert (config.accounting, config.mpi_default, config.topology) == (False, "", "tree")
     assert config.values["SchedulerParameters"] == "bf_max_job_test=100,default_queue_depth=50"
 
 
 def test_a_newer_configuration_and_none() -> None:
-    config = parse_config("AccountingStorageType = (null)\nPreemptParameters = (null)\nJobRequeue = 0\n")
+    config = parse_slurm_configuration(
+        "AccountingStorageType = (null)\nPreemptParameters = (null)\nJobRequeue = 0\n"
+    )
     assert (config.accounting, config.sends_user_signal, config.requeue) == (False, False, False)
-    assert parse_config("AccountingStorageType = accounting_storage/slurmdbd\n").accounting is True
-    assert parse_config("slurm_load_ctl_conf error: Unable to contact slurm controller\n") == Configuration()
+    assert (
+        parse_slurm_configuration("AccountingStorageType = accounting_storage/slurmdbd\n").accounting is True
+    )
+    assert (
+        parse_slurm_configuration("slurm_load_ctl_conf error: Unable to contact slurm controller\n")
+        == SlurmConfiguration()
+    )

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import SpecError
-from hpcrun.slurm.cluster_state import LiveCluster, read_cluster
+from hpcrun.slurm.cluster_state import LiveCluster, parse_cluster_answers
 from hpcrun.slurm.precheck import (
-    Finding,
-    check_fit,
+    PrecheckFinding,
+    check_free_space,
     check_gpus,
-    check_place,
-    check_room,
-    counts_memory,
-    file_system_of,
-    over_quota,
+    check_partition_fit,
+    check_run_root_visibility,
+    exceeded_quota_lines,
+    file_system_type,
+    schedules_memory,
 )
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 from hpcrun.specs.job import JobSpec
@@ -55,7 +55,7 @@ partitions:
 
 @pytest.fixture
 def live() -> LiveCluster:
-    return read_cluster({"partitions": PARTITIONS, "nodes": NODES})
+    return parse_cluster_answers({"partitions": PARTITIONS, "nodes": NODES})
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def job(*overrides: str, ranks: int | None = None) -> JobSpec:
     return parse_job(text, "job.yaml", overrides).spec
 
 
-def told(found: list[Finding]) -> list[tuple[str, str, bool]]:
+def told(found: list[PrecheckFinding]) -> list[tuple[str, str, bool]]:
     return [(one.key, one.text, one.refuse) for one in found]
 
 
@@ -84,8 +84,8 @@ def told(found: list[Finding]) -> list[tuple[str, str, bool]]:
     ],
 )
 def test_what_fits_is_not_spoken_of(overrides: list[str], live: LiveCluster) -> None:
-    assert check_fit(job(*overrides), None, live) == []
-    assert check_fit(job(*overrides), None, None) == []
+    assert check_partition_fit(job(*overrides), None, live) == []
+    assert check_partition_fit(job(*overrides), None, None) == []
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,9 @@ def test_what_fits_is_not_spoken_of(overrides: list[str], live: LiveCluster) -> 
     ],
 )
 def test_what_cannot_be_is_refused(overrides: list[str], key: str, said: str, live: LiveCluster) -> None:
-    found = check_fit(job("resources.time=1h", *(f"resources.{one}" for one in overrides)), None, live)
+    found = check_partition_fit(
+        job("resources.time=1h", *(f"resources.{one}" for one in overrides)), None, live
+    )
     refused = [one for one in found if one.refuse]
     assert [one.key for one in refused] == [f"resources.{key}"]
     assert refused[0].text.startswith(said)
@@ -140,35 +142,41 @@ def test_what_cannot_be_is_refused(overrides: list[str], key: str, said: str, li
 
 def test_several_partitions_need_one_that_takes_the_job(live: LiveCluster) -> None:
     asked = job("resources.time=25h", "resources.partition=main,small")
-    assert [one.refuse for one in check_fit(asked, None, live)] == [False], "small is inactive, no more"
-    found = check_fit(
+    assert [one.refuse for one in check_partition_fit(asked, None, live)] == [False], (
+        "small is inactive, no more"
+    )
+    found = check_partition_fit(
         job("resources.time=25h", "resources.nodes=3", "resources.partition=main,small"), None, live
     )
     assert [(one.key, one.refuse) for one in found] == [("resources.time", True)]
-    absent = check_fit(job("resources.time=1h", "resources.partition=main,gone"), None, live)
+    absent = check_partition_fit(job("resources.time=1h", "resources.partition=main,gone"), None, live)
     assert [(one.key, one.refuse) for one in absent] == [("resources.partition", True)]
 
 
 def test_a_qos_may_lift_limits_but_makes_no_nodes(live: LiveCluster) -> None:
     asked = ["resources.time=25h", "resources.qos=long"]
-    assert [one.refuse for one in check_fit(job(*asked, "resources.nodes=7"), None, live)] == [False] * 3
-    assert [one.key for one in check_fit(job(*asked, "resources.nodes=9"), None, live) if one.refuse] == [
-        "resources.nodes"
-    ]
+    assert [one.refuse for one in check_partition_fit(job(*asked, "resources.nodes=7"), None, live)] == [
+        False
+    ] * 3
+    assert [
+        one.key for one in check_partition_fit(job(*asked, "resources.nodes=9"), None, live) if one.refuse
+    ] == ["resources.nodes"]
 
 
 def test_what_a_person_should_know_is_told_and_not_refused(live: LiveCluster) -> None:
-    assert told(check_fit(job(), None, live)) == [
+    assert told(check_partition_fit(job(), None, live)) == [
         ("resources.time", "is not given, so partition main gives 00:30:00", False)
     ]
-    assert told(check_fit(job("resources.partition=small"), None, live)) == [
+    assert told(check_partition_fit(job("resources.partition=small"), None, live)) == [
         (
             "resources.partition",
             "partition small is INACTIVE now: the job waits until an administrator changes that",
             False,
         )
     ]
-    waits = check_fit(job("resources.time=1h", "resources.constraint=slow", "resources.nodes=3"), None, live)
+    waits = check_partition_fit(
+        job("resources.time=1h", "resources.constraint=slow", "resources.nodes=3"), None, live
+    )
     assert told(waits) == [
         (
             "resources.nodes",
@@ -192,23 +200,23 @@ def test_without_slurm_the_profile_is_asked(
     overrides: dict[str, Any], key: str, profile: ClusterSpec
 ) -> None:
     asked = [f"resources.{name}={value}" for name, value in ({"time": "1h"} | overrides).items()]
-    assert [(one.key, one.refuse) for one in check_fit(job(*asked), profile, None)] == [
+    assert [(one.key, one.refuse) for one in check_partition_fit(job(*asked), profile, None)] == [
         (f"resources.{key}", True)
     ]
 
 
 def test_a_profile_need_not_know_every_partition(profile: ClusterSpec) -> None:
-    found = check_fit(job("resources.partition=other"), profile, None)
+    found = check_partition_fit(job("resources.partition=other"), profile, None)
     assert told(found) == [
         ("resources.partition", "other is no partition of the profile here; there are: main, debug", False)
     ]
-    quick = check_fit(job("resources.partition=debug", "resources.time=1h"), profile, None)
+    quick = check_partition_fit(job("resources.partition=debug", "resources.time=1h"), profile, None)
     assert [one.refuse for one in quick] == [False], "its QOS may allow it"
 
 
 def test_the_profile_knows_how_many_gpus_a_job_gets(live: LiveCluster) -> None:
     greedy = parse_cluster("name: a\npartitions: {main: {default: true, gpus_per_node: 8}}", "p.yaml")
-    found = check_fit(job("resources.time=1h"), greedy, live)
+    found = check_partition_fit(job("resources.time=1h"), greedy, live)
     assert [(one.key, one.refuse) for one in found] == [("resources.gpus_per_node", True)]
 
 
@@ -241,7 +249,7 @@ def test_what_waits_longer_than_the_job_is_a_mistake_wherever_the_limit_comes_fr
         assert "is no less than resources.time 10m, so " in problem.text
     # Without a limit of its own the job gets its partition's, half an hour.
     spec = parse_job(f"{shared}{text}\n", "job.yaml").spec
-    late = {one.key: one.text for one in check_fit(spec, None, live) if one.refuse}
+    late = {one.key: one.text for one in check_partition_fit(spec, None, live) if one.refuse}
     expected = {key} if "1h" in text or "2h" in text else set()
     assert set(late) == (expected if key else set())
     assert all("no less than the 00:30:00 of partition main, so " in one for one in late.values())
@@ -249,16 +257,16 @@ def test_what_waits_longer_than_the_job_is_a_mistake_wherever_the_limit_comes_fr
 
 def test_where_no_memory_is_counted_none_is_asked_for(live: LiveCluster) -> None:
     asked = job("resources.time=1h", "resources.mem=8G")
-    assert counts_memory(asked, None, live)
-    assert counts_memory(asked, None, None)
-    bare = read_cluster(
+    assert schedules_memory(asked, None, live)
+    assert schedules_memory(asked, None, None)
+    bare = parse_cluster_answers(
         {
             "partitions": PARTITIONS.replace("TotalNodes=8", "TotalNodes=8 TRES=cpu=64,mem=8M,node=8"),
             "nodes": NODES.replace("RealMemory=64000", "RealMemory=1"),
         }
     )
-    assert not counts_memory(asked, None, bare)
-    assert check_fit(asked, None, bare) == []
+    assert not schedules_memory(asked, None, bare)
+    assert check_partition_fit(asked, None, bare) == []
 
 
 MOUNTS = """\
@@ -279,12 +287,12 @@ tmpfs /home/me/ram\\040disk tmpfs rw 0 0
     ],
 )
 def test_the_file_system_of_a_place(place: str, kind: str) -> None:
-    assert file_system_of(Path(place), MOUNTS) == kind
+    assert file_system_type(Path(place), MOUNTS) == kind
 
 
 @pytest.mark.parametrize("place", ["/tmp/runs", "/dev/shm", "/run/me", "/home/me/ram disk"])
 def test_places_that_nodes_seldom_share_are_told(place: str) -> None:
-    found = check_place(Path(place), None, MOUNTS)
+    found = check_run_root_visibility(Path(place), None, MOUNTS)
     assert [one.refuse for one in found] == [False]
     assert "which compute nodes seldom share" in found[0].text
 
@@ -293,13 +301,15 @@ def test_a_profile_says_which_places_are_shared(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("USER", "me")
     text = "name: a\nfile_systems: {local: {path: /scratch/local, shared: false}, all: {path: /scratch}}\n"
     systems = parse_cluster(text, "p.yaml")
-    assert check_place(Path("/home/me/runs"), None, MOUNTS) == []
-    assert check_place(Path("/scratch/runs"), systems, "") == []
+    assert check_run_root_visibility(Path("/home/me/runs"), None, MOUNTS) == []
+    assert check_run_root_visibility(Path("/scratch/runs"), systems, "") == []
     assert (
-        check_place(Path("/tmp/runs"), parse_cluster("name: a\nfile_systems: {t: {path: /tmp}}", "p"), "")
+        check_run_root_visibility(
+            Path("/tmp/runs"), parse_cluster("name: a\nfile_systems: {t: {path: /tmp}}", "p"), ""
+        )
         == []
     )
-    refused = check_place(Path("/scratch/local/runs"), systems, "")
+    refused = check_run_root_visibility(Path("/scratch/local/runs"), systems, "")
     assert refused[0].refuse
     assert "is on /scratch/local, which every node has for itself" in refused[0].text
 
@@ -307,8 +317,8 @@ def test_a_profile_says_which_places_are_shared(monkeypatch: pytest.MonkeyPatch)
 def test_log_roots_are_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "me")
     rooted = parse_cluster("name: a\nlog_roots: [/work/$USER]\n", "p.yaml")
-    assert check_place(Path("/work/me/runs"), rooted, MOUNTS) == []
-    refused = check_place(Path("/work/you/runs"), rooted, MOUNTS)
+    assert check_run_root_visibility(Path("/work/me/runs"), rooted, MOUNTS) == []
+    refused = check_run_root_visibility(Path("/work/you/runs"), rooted, MOUNTS)
     assert (refused[0].refuse, "allows run directories under /work/me only" in refused[0].text) == (
         True,
         True,
@@ -319,8 +329,8 @@ def test_links_lead_to_the_same_place(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "home").symlink_to(tmp_path / "real")
     rooted = parse_cluster(f"name: a\nlog_roots: ['{tmp_path}/home']\n", "p.yaml")
-    assert check_place(tmp_path / "real" / "runs", rooted, "") == []
-    assert check_place(tmp_path / "other", rooted, "")[0].refuse
+    assert check_run_root_visibility(tmp_path / "real" / "runs", rooted, "") == []
+    assert check_run_root_visibility(tmp_path / "other", rooted, "")[0].refuse
 
 
 def room(free: int, files: int) -> os.statvfs_result:
@@ -329,15 +339,15 @@ def room(free: int, files: int) -> os.statvfs_result:
 
 
 def test_room_for_saves_and_for_files() -> None:
-    assert check_room(Path("/x"), room(10**10, 10**5), 10**9, ranks=8, runs=10) == []
+    assert check_free_space(Path("/x"), room(10**10, 10**5), 10**9, ranks=8, runs=10) == []
     assert (
         "500.0 MB are free, but the saves need 1.0 GB"
-        in check_room(Path("/x"), room(5 * 10**8, 10**5), 10**9, ranks=8, runs=1)[0].text
+        in check_free_space(Path("/x"), room(5 * 10**8, 10**5), 10**9, ranks=8, runs=1)[0].text
     )
-    found = check_room(Path("/x"), room(10**10, 500), 10**9, ranks=8, runs=10)
+    found = check_free_space(Path("/x"), room(10**10, 500), 10**9, ranks=8, runs=10)
     assert found[0].text.startswith("/x: 500 more files are possible, but about 520 are needed")
     endless = os.statvfs_result((4096, 4096, 0, 0, 0, 0, 0, 0, 0, 255))
-    assert check_room(Path("/x"), endless, 10**9, ranks=8, runs=1) == [], "it does not know its size"
+    assert check_free_space(Path("/x"), endless, 10**9, ranks=8, runs=1) == [], "it does not know its size"
 
 
 def test_a_star_marks_a_limit_that_is_passed() -> None:
@@ -346,7 +356,7 @@ def test_a_star_marks_a_limit_that_is_passed() -> None:
        /scratch  1.205T*     1T      2T  6d23h     214*    200    300       -
           /home    1.2G     10G     20G      -     214    2000   3000       -
 """
-    assert over_quota(printed) == ["/scratch 1.205T* 1T 2T 6d23h 214* 200 300 -"]
+    assert exceeded_quota_lines(printed) == ["/scratch 1.205T* 1T 2T 6d23h 214* 200 300 -"]
 
 
 @pytest.mark.parametrize(
@@ -378,5 +388,5 @@ def test_how_gpus_are_asked_for_is_looked_at(
     nodes = NODES.replace("Gres=gpu:4", "Gres=gpu:a100:4")
     answers = {"partitions": PARTITIONS, "nodes": nodes, "config": f"SelectType = select/{select}\n"}
     job = JobSpec.model_validate({"command": ["true"], "resources": asked})
-    found = list(check_gpus(job, parse_cluster(text, "here.yaml"), read_cluster(answers)))
+    found = list(check_gpus(job, parse_cluster(text, "here.yaml"), parse_cluster_answers(answers)))
     assert [(words in one.text, one.refuse) for one in found] == ([(True, refuse)] if words else [])

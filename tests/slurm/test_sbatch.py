@@ -11,17 +11,17 @@ import pytest
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.slurm import sbatch
-from hpcrun.slurm.contract import ArrayContext, ScriptContext
 from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.sbatch import (
-    array_indices,
-    log_pattern,
-    script_text,
+    drop_unknown_nodes,
+    format_array_indices,
+    log_file_pattern,
+    render_submission_script,
     submission_environment,
-    submit_script,
-    without_unknown_nodes,
+    submit_batch_script,
 )
-from hpcrun.slurm.template import Library
+from hpcrun.slurm.script_context import ArrayContext, ScriptContext
+from hpcrun.slurm.template import TemplateLibrary
 from tests.slurm.fakes import Fake, calls, environment, stand_ins
 
 TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
@@ -84,7 +84,7 @@ def test_sbatch_runs_in_that_environment(fake: Fake, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     said: list[str] = []
-    submit_script(tmp_path / "script", detail=said.append)
+    submit_batch_script(tmp_path / "script", detail=said.append)
     given = environment(log)
     assert not {"SLURM_CPU_BIND", "SLURM_ARRAY_TASK_ID", "PMIX_RANK", "BASH_FUNC_module%%"} & set(given)
     assert (given["SLURM_CONF"], given["LC_ALL"]) == ("/etc/slurm/slurm.conf", "C.UTF-8")
@@ -97,7 +97,7 @@ def test_a_locale_that_the_user_has_not_set_is_not_made_up(
 ) -> None:
     log = fake("sbatch", "12")
     monkeypatch.delenv("LC_ALL", raising=False)
-    submit_script(tmp_path / "script")
+    submit_batch_script(tmp_path / "script")
     assert "LC_ALL" not in environment(log)
 
 
@@ -115,13 +115,13 @@ def test_the_id_and_the_cluster_are_read_from_whatever_answers(
     answer: str, job: JobId, fake: Fake, tmp_path: Path
 ) -> None:
     log = fake("sbatch", answer)
-    assert submit_script(tmp_path / "script") == job
+    assert submit_batch_script(tmp_path / "script") == job
     assert calls(log) == [f"--parsable {tmp_path}/script"]
 
 
 def test_another_cluster_is_asked_by_name(fake: Fake, tmp_path: Path) -> None:
     log = fake("sbatch", "12")
-    assert submit_script(tmp_path / "script", slurm_cluster="blue").cluster == "blue"
+    assert submit_batch_script(tmp_path / "script", slurm_cluster="blue").cluster == "blue"
     assert calls(log) == [f"--parsable -M blue {tmp_path}/script"]
 
 
@@ -129,7 +129,7 @@ def test_a_refusal_is_final_and_told_in_sbatch_s_words(fake: Fake, tmp_path: Pat
     words = "sbatch: error: invalid partition specified: gpux"
     log = fake("sbatch", f"!{words}")
     with pytest.raises(SiteError) as raised:
-        submit_script(tmp_path / "script")
+        submit_batch_script(tmp_path / "script")
     assert str(raised.value) == f"sbatch did not take the job: {words}; `sinfo` lists the partitions"
     assert len(calls(log)) == 1
 
@@ -139,16 +139,16 @@ def test_no_id_is_no_job(silent: str, fake: Fake, tmp_path: Path) -> None:
     fake("sbatch", silent)
     fake("squeue", "7|/else/other")
     with pytest.raises(SiteError, match=r"printed nothing$"):
-        submit_script(tmp_path / "script")
+        submit_batch_script(tmp_path / "script")
     fake("squeue", "!slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(SiteError, match="printed nothing; look with `squeue --me` whether the job is there"):
-        submit_script(tmp_path / "script")
+        submit_batch_script(tmp_path / "script")
 
 
 def test_a_wrapper_that_prints_its_banner_only_has_submitted_all_the_same(fake: Fake, tmp_path: Path) -> None:
     log = fake("sbatch", "Welcome to the cluster! Be nice.")
     fake("squeue", f"12|{tmp_path}/script")
-    assert submit_script(tmp_path / "script") == JobId(12)
+    assert submit_batch_script(tmp_path / "script") == JobId(12)
     assert len(calls(log)) == 1
 
 
@@ -164,14 +164,14 @@ def test_an_interrupt_leaves_no_job_that_nobody_knows(
     fake("squeue", *["7|/else/other"] * (shown - 1), f"12|{tmp_path}/script")
     cancelled = fake("scancel", "")
     with pytest.raises(KeyboardInterrupt):
-        submit_script(tmp_path / "script", slurm_cluster="blue")
+        submit_batch_script(tmp_path / "script", slurm_cluster="blue")
     assert calls(cancelled) == ["-M blue 12"]
 
 
 def test_what_cannot_be_taken_back_is_told(fake: Fake, tmp_path: Path) -> None:
     said: list[str] = []
     fake("scancel", "!scancel: error: Kill job error on job id 12: Access/permission denied")
-    sbatch.take_back(JobId(12), said.append)
+    sbatch.cancel_submitted_job(JobId(12), said.append)
     assert said[0].startswith("job 12 was submitted in vain and could not be cancelled: ")
 
 
@@ -187,7 +187,7 @@ def test_a_busy_controller_is_asked_again_when_the_job_is_not_there(
     words: str, fake: Fake, tmp_path: Path
 ) -> None:
     log, looked = fake("sbatch", f"!{words}", f"!{words}", "12"), fake("squeue", "7|/else/other")
-    assert submit_script(tmp_path / "script") == JobId(12)
+    assert submit_batch_script(tmp_path / "script") == JobId(12)
     assert (len(calls(log)), len(calls(looked))) == (3, 2)
 
 
@@ -196,7 +196,7 @@ def test_a_job_that_is_there_although_the_answer_was_lost_is_not_submitted_again
 ) -> None:
     log = fake("sbatch", f"!{TIMED_OUT}", "13")
     fake("squeue", f"CLUSTER: blue\n7|{tmp_path}/other\n12|/real/{tmp_path.name}/script")
-    assert submit_script(tmp_path / "script", slurm_cluster="blue") == JobId(12, cluster="blue")
+    assert submit_batch_script(tmp_path / "script", slurm_cluster="blue") == JobId(12, cluster="blue")
     assert len(calls(log)) == 1
 
 
@@ -204,7 +204,7 @@ def test_without_a_sure_no_there_is_no_second_try(fake: Fake, tmp_path: Path) ->
     log = fake("sbatch", f"!{TIMED_OUT}", "13")
     looked = fake("squeue", "!slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(SiteError, match="squeue --me") as raised:
-        submit_script(tmp_path / "script")
+        submit_batch_script(tmp_path / "script")
     assert TIMED_OUT in str(raised.value)
     assert (len(calls(log)), len(calls(looked))) == (1, 5)
 
@@ -213,7 +213,7 @@ def test_it_is_not_tried_for_ever(fake: Fake, tmp_path: Path) -> None:
     log = fake("sbatch", f"!{TIMED_OUT}")
     fake("squeue", "7|/else/other")
     with pytest.raises(SiteError, match="the job is not there"):
-        submit_script(tmp_path / "script")
+        submit_batch_script(tmp_path / "script")
     assert len(calls(log)) == 5
 
 
@@ -225,30 +225,30 @@ def test_where_there_is_no_sbatch_the_module_is_named(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SiteError, match=remedy):
-        submit_script(tmp_path / "script", slurm_module=module)
+        submit_batch_script(tmp_path / "script", slurm_module=module)
 
 
 def test_nodes_that_are_gone_are_not_excluded(fake: Fake) -> None:
     fake("sinfo", "n01\nn01\nn02\nn03")
     said: list[str] = []
-    assert without_unknown_nodes("n[02-04],m1", note=said.append) == "n[02-03]"
+    assert drop_unknown_nodes("n[02-04],m1", note=said.append) == "n[02-03]"
     assert "m1" in said[0]
     assert "n04" in said[0]
-    assert without_unknown_nodes("m1") == ""
-    assert without_unknown_nodes("n[01-02]") == "n[01-02]"
+    assert drop_unknown_nodes("m1") == ""
+    assert drop_unknown_nodes("n[01-02]") == "n[01-02]"
 
 
 def test_what_cannot_be_asked_about_stays_excluded(fake: Fake) -> None:
     fake("sinfo", "!sinfo: error: Unable to contact slurm controller")
-    assert without_unknown_nodes("n[02-04],m1") == "n[02-04],m1"
+    assert drop_unknown_nodes("n[02-04],m1") == "n[02-04],m1"
 
 
 def test_where_the_logs_go() -> None:
-    assert log_pattern(Path("/runs/50%/a b")) == "/runs/50%%/a b/%j_%t_log.out"
-    assert log_pattern(Path("/runs/x"), is_array=True, ending="err") == "/runs/x/%A_%a_%t_log.err"
+    assert log_file_pattern(Path("/runs/50%/a b")) == "/runs/50%%/a b/%j_%t_log.out"
+    assert log_file_pattern(Path("/runs/x"), is_array=True, ending="err") == "/runs/x/%A_%a_%t_log.err"
     for name in ("%j", "a%t", "%A", "%a", "a\nb"):
         with pytest.raises(UsageError, match="HPCRUN_ROOT"):
-            log_pattern(Path("/runs") / name)
+            log_file_pattern(Path("/runs") / name)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_where_the_logs_go() -> None:
     ],
 )
 def test_indices_as_sbatch_takes_them(indices: list[int], throttle: int | None, listed: str) -> None:
-    assert array_indices(indices, throttle) == listed
+    assert format_array_indices(indices, throttle) == listed
 
 
 def context(**more: object) -> ScriptContext:
@@ -272,12 +272,16 @@ def context(**more: object) -> ScriptContext:
 
 
 def test_the_script_names_the_logs_of_its_folder() -> None:
-    library = Library().shipped()
-    train = script_text(library, library.find("train"), context(stderr="/later"), Path("/runs/r/submitit"))
+    library = TemplateLibrary().shipped()
+    train = render_submission_script(
+        library, library.find("train"), context(stderr="/later"), Path("/runs/r/submitit")
+    )
     assert "#SBATCH --output=/runs/r/submitit/%j_0_log.out\n" in train
     assert "#SBATCH --error=/runs/r/submitit/%j_0_log.err\n" in train
     array = ArrayContext(indices="0-3%2", offset=1000)
-    sweep = script_text(library, library.find("array"), context(), Path("/runs/50%/submitit"), array)
+    sweep = render_submission_script(
+        library, library.find("array"), context(), Path("/runs/50%/submitit"), array
+    )
     assert "#SBATCH --output=/runs/50%%/submitit/%A_%a_0_log.out\n" in sweep
     assert "#SBATCH --array=0-3%2\n" in sweep
     assert "--error" not in sweep
@@ -287,9 +291,9 @@ PRINT_SCRIPT = """
 import json, sys
 from pathlib import Path
 from hpcrun.slurm.executor import TemplateExecutor
-from hpcrun.slurm.contract import ScriptContext
-from hpcrun.slurm.template import Library
-library = Library().shipped()
+from hpcrun.slurm.script_context import ScriptContext
+from hpcrun.slurm.template import TemplateLibrary
+library = TemplateLibrary().shipped()
 given = json.loads(sys.argv[1])
 executor = TemplateExecutor(Path(sys.argv[2]), library, library.find("train"), ScriptContext(**given))
 assert "#SBATCH --job-name=n" in executor.script_text()
@@ -314,7 +318,7 @@ def test_an_sbatch_that_hangs_is_ended_and_the_job_looked_for(
     fake("sbatch", "never said")
     (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\nexec sleep 600\n", encoding="utf-8")
     fake("squeue", f"12|{tmp_path}/script")
-    assert submit_script(tmp_path / "script") == JobId(12)
+    assert submit_batch_script(tmp_path / "script") == JobId(12)
 
 
 def test_a_warning_beside_an_id_is_told(fake: Fake, tmp_path: Path) -> None:
@@ -322,5 +326,5 @@ def test_a_warning_beside_an_id_is_told(fake: Fake, tmp_path: Path) -> None:
     fake("sbatch", "12")
     command = tmp_path / "bin" / "sbatch"
     command.write_text("#!/bin/sh\necho 'sbatch: error: Socket timed out' >&2; echo 12\n", encoding="utf-8")
-    assert submit_script(tmp_path / "script", note=said.append) == JobId(12)
+    assert submit_batch_script(tmp_path / "script", note=said.append) == JobId(12)
     assert "Socket timed out" in said[0]

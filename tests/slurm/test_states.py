@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.slurm.states import JobState, parse_reason, parse_state
+from hpcrun.slurm.states import JobState, parse_job_state, parse_pending_reason
 
 
 @pytest.mark.parametrize(
@@ -39,40 +39,40 @@ from hpcrun.slurm.states import JobState, parse_reason, parse_state
     ],
 )
 def test_states(text: str, name: str, phase: str) -> None:
-    state = parse_state(text)
+    state = parse_job_state(text)
     assert (state.name, state.phase, state.final) == (name, phase, phase == "ended")
 
 
 def test_compound_states() -> None:
-    assert parse_state("CANCELLED by 0") == JobState("CANCELLED", detail="by 0")
-    assert parse_state(["FAILED", "COMPLETING"]) == JobState("FAILED", ("COMPLETING",))
-    assert parse_state("COMPLETING+FAILED") == JobState("FAILED", ("COMPLETING",))
-    assert not parse_state("COMPLETING+FAILED").final
-    assert parse_state(["PENDING", "REQUEUED"]).phase == "pending"
-    assert parse_state(["NODE_FAIL", "REQUEUED"]).phase == "pending"
-    assert parse_state(["RUNNING", "CONFIGURING"]).phase == "running"
+    assert parse_job_state("CANCELLED by 0") == JobState("CANCELLED", detail="by 0")
+    assert parse_job_state(["FAILED", "COMPLETING"]) == JobState("FAILED", ("COMPLETING",))
+    assert parse_job_state("COMPLETING+FAILED") == JobState("FAILED", ("COMPLETING",))
+    assert not parse_job_state("COMPLETING+FAILED").final
+    assert parse_job_state(["PENDING", "REQUEUED"]).phase == "pending"
+    assert parse_job_state(["NODE_FAIL", "REQUEUED"]).phase == "pending"
+    assert parse_job_state(["RUNNING", "CONFIGURING"]).phase == "running"
 
 
 def test_only_completed_has_succeeded() -> None:
-    assert parse_state("COMPLETED").succeeded
-    assert not parse_state(["COMPLETED", "COMPLETING"]).succeeded
-    assert not parse_state("TIMEOUT").succeeded
+    assert parse_job_state("COMPLETED").succeeded
+    assert not parse_job_state(["COMPLETED", "COMPLETING"]).succeeded
+    assert not parse_job_state("TIMEOUT").succeeded
 
 
 @pytest.mark.parametrize("text", ["", "RD2", "?", "LEVITATING", "COMPLE", "12", "+", "  ", "CO+"])
 def test_an_unknown_state_is_said_to_be_unknown_and_is_no_end(text: str) -> None:
-    state = parse_state(text)
+    state = parse_job_state(text)
     assert (state.name, state.phase, state.final) == ("unknown", "unknown", False)
 
 
 def test_the_state_that_crashed_others_is_known() -> None:
-    assert parse_state("RD").name == "RESV_DEL_HOLD"  # gwf#244, qtoolkit#37
+    assert parse_job_state("RD").name == "RESV_DEL_HOLD"  # gwf#244, qtoolkit#37
 
 
 def test_an_unknown_flag_on_an_end_leaves_the_end_open() -> None:
-    state = parse_state(["FAILED", "LEVITATING"])
+    state = parse_job_state(["FAILED", "LEVITATING"])
     assert (state.name, state.flags, state.phase) == ("FAILED", ("LEVITATING",), "unknown")
-    assert parse_state(["RUNNING", "LEVITATING"]).phase == "running"
+    assert parse_job_state(["RUNNING", "LEVITATING"]).phase == "running"
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,6 @@ def test_an_unknown_flag_on_an_end_leaves_the_end_open() -> None:
     ],
 )
 def test_reasons(text: str, outlook: str, words: str) -> None:
-    reason = parse_reason(text)
+    reason = parse_pending_reason(text)
     assert reason.outlook == outlook
     assert words in reason.words

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.template import Library, Template, quote, quoted_words
+from hpcrun.slurm.template import BatchTemplate, TemplateLibrary, quote_shell_word, quote_shell_words
 
 HOSTILE = (
     "$(touch x)",
@@ -64,21 +64,21 @@ CONTEXTS = (
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
-    shipped = Library().directories["shipped"]
+def library(tmp_path: Path) -> TemplateLibrary:
+    shipped = TemplateLibrary().directories["shipped"]
     places = {"user": tmp_path / "user", "site": tmp_path / "site", "shipped": shipped}
     for name in ("user", "site"):
         places[name].mkdir()
-    return Library(places)
+    return TemplateLibrary(places)
 
 
-def site(library: Library, text: str, name: str = "mine", origin: str = "site") -> Template:
+def site(library: TemplateLibrary, text: str, name: str = "mine", origin: str = "site") -> BatchTemplate:
     path = library.directories[origin] / f"{name}.sbatch.j2"
     path.write_text(text)
     return library.find(f"{origin}/{name}")
 
 
-def refused(library: Library, text: str, **values: object) -> str:
+def refused(library: TemplateLibrary, text: str, **values: object) -> str:
     template = site(library, text)
     with pytest.raises(UsageError) as caught:
         library.render(template, values)
@@ -91,7 +91,7 @@ def test_quoted_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
     alphabet = "ab $`'\"\\;|&<>(){}[]*?!#~=%^\n\t\r\x01\x7fé\u2028\u00a0𝄞-_/:,."
     values = ["".join(generator.choices(alphabet, k=generator.randrange(12))) for _ in range(2000)]
     values = [*HOSTILE, *values]
-    script = f"printf '%s\\0' {quoted_words(values)}\n"
+    script = f"printf '%s\\0' {quote_shell_words(values)}\n"
     assert script.count("\n") == 1, "a quoted value stays on one line"
     for locale in ("C", "C.UTF-8"):
         done = subprocess.run(
@@ -101,9 +101,9 @@ def test_quoted_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
 
 
 def test_plain_values_stay_readable() -> None:
-    assert quote("/scratch/me/run-1_%j.out") == "/scratch/me/run-1_%j.out"
-    assert quote("two words") == "two\\ words"
-    assert quote("") == "''"
+    assert quote_shell_word("/scratch/me/run-1_%j.out") == "/scratch/me/run-1_%j.out"
+    assert quote_shell_word("two words") == "two\\ words"
+    assert quote_shell_word("") == "''"
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -113,7 +113,7 @@ def test_a_value_is_not_run_wherever_it_stands(context: str, tmp_path: Path) -> 
     environ = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     for number, value in enumerate(HOSTILE):
         # In a shell of its own, so that one that ends a quotation early does not hide the next.
-        script = context.format(quote(value)) + "\n"
+        script = context.format(quote_shell_word(value)) + "\n"
         folder = tmp_path / str(number)
         folder.mkdir()
         subprocess.run(
@@ -128,7 +128,7 @@ def test_a_value_is_not_run_wherever_it_stands(context: str, tmp_path: Path) -> 
         assert list(folder.iterdir()) == [], f"{value!r} was run in {script!r}"
 
 
-def test_what_is_quoted_and_what_is_not(library: Library) -> None:
+def test_what_is_quoted_and_what_is_not(library: TemplateLibrary) -> None:
     template = site(
         library,
         "{% macro say(what) %}echo {{ what }}{% endmacro %}\n"
@@ -194,17 +194,19 @@ def test_what_is_quoted_and_what_is_not(library: Library) -> None:
         ('{% extends "mine.sbatch.j2" %}\n', "mine.sbatch.j2: extends itself; write shipped/mine.sbatch.j2"),
     ],
 )
-def test_mistakes_in_a_template_are_one_line_with_its_place(text: str, said: str, library: Library) -> None:
+def test_mistakes_in_a_template_are_one_line_with_its_place(
+    text: str, said: str, library: TemplateLibrary
+) -> None:
     line = refused(library, text, v="x", d={"a": 1}, lines="a\\\nb")
     assert line.startswith(said), line
 
 
-def test_the_line_is_that_of_the_layer_where_it_happened(library: Library) -> None:
+def test_the_line_is_that_of_the_layer_where_it_happened(library: TemplateLibrary) -> None:
     site(library, "\n\n{% block setup %}{{ absent }}{% endblock %}\n", "inner")
     assert refused(library, '{% extends "inner.sbatch.j2" %}\n').startswith("inner.sbatch.j2:3: 'absent'")
 
 
-def test_a_template_that_cannot_be_read(library: Library) -> None:
+def test_a_template_that_cannot_be_read(library: TemplateLibrary) -> None:
     path = library.directories["site"] / "mine.sbatch.j2"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match=r"mine\.sbatch\.j2: is not text in UTF-8"):
@@ -215,7 +217,7 @@ def test_a_template_that_cannot_be_read(library: Library) -> None:
     ("kind", "said"), [("folder", "is no file"), ("link", "is a link that leads nowhere")]
 )
 def test_what_only_looks_like_a_template_does_not_let_another_take_its_place(
-    kind: str, said: str, library: Library
+    kind: str, said: str, library: TemplateLibrary
 ) -> None:
     path = library.directories["site"] / "train.sbatch.j2"
     if kind == "folder":
@@ -231,7 +233,7 @@ def test_what_only_looks_like_a_template_does_not_let_another_take_its_place(
     assert library.find("shipped/train").origin == "shipped"
 
 
-def test_the_nearest_template_of_a_name_is_taken(library: Library, tmp_path: Path) -> None:
+def test_the_nearest_template_of_a_name_is_taken(library: TemplateLibrary, tmp_path: Path) -> None:
     assert library.find("train").origin == "shipped"
     own = site(library, "own\n", "train")
     assert library.find("train") == library.find("train.sbatch.j2") == own

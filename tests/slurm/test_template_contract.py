@@ -11,19 +11,12 @@ import pytest
 from pydantic import ValidationError
 
 from hpcrun.errors import SpecError
-from hpcrun.slurm.contract import (
-    ScriptContext,
-    check,
-    describe_context,
-    fixture,
-    from_profile,
-    render_script,
-    shipped_counterpart,
-)
-from hpcrun.slurm.sbatch import script_text
-from hpcrun.slurm.template import SUFFIX, Library, read_source
+from hpcrun.slurm.contract import check_template, render_script, shipped_counterpart
+from hpcrun.slurm.sbatch import render_submission_script
+from hpcrun.slurm.script_context import ScriptContext, context_from_profile, describe_context, example_context
+from hpcrun.slurm.template import TEMPLATE_SUFFIX, TemplateLibrary, read_template_source
 from hpcrun.specs.cluster import ClusterSpec, load_cluster
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 
 JOBS = [
     "array",
@@ -49,41 +42,44 @@ def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
+def library(tmp_path: Path) -> TemplateLibrary:
     (tmp_path / "site").mkdir()
-    return Library({"site": tmp_path / "site", "shipped": Library().directories["shipped"]})
+    return TemplateLibrary({"site": tmp_path / "site", "shipped": TemplateLibrary().directories["shipped"]})
 
 
 Found = Callable[..., list[str]]
 
 
 @pytest.fixture
-def found(library: Library) -> Found:
+def found(library: TemplateLibrary) -> Found:
     """Check a site's own template of some text, and get what is wrong with it."""
 
     def call(text: str, name: str = "mine", **options: Any) -> list[str]:
         folder = library.directories["site"]
-        (folder / f"{name}{SUFFIX}").write_bytes(text.encode())
-        problems = check(library, library.find(name), **options)
+        (folder / f"{name}{TEMPLATE_SUFFIX}").write_bytes(text.encode())
+        problems = check_template(library, library.find(name), **options)
         return [str(problem).replace(f"{folder}/", "") for problem in problems]
 
     return call
 
 
 def extends(block: str, text: str, base: str = "train") -> str:
-    return f'{{% extends "shipped/{base}{SUFFIX}" %}}\n\n{{% block {block} %}}\n{text}\n{{% endblock %}}\n'
+    parent = f"shipped/{base}{TEMPLATE_SUFFIX}"
+    return f'{{% extends "{parent}" %}}\n\n{{% block {block} %}}\n{text}\n{{% endblock %}}\n'
 
 
-def test_every_template_that_is_shipped_is_here(library: Library) -> None:
-    names = [one.name.removesuffix(SUFFIX) for one in library.shipped().templates()]
+def test_every_template_that_is_shipped_is_here(library: TemplateLibrary) -> None:
+    names = [one.name.removesuffix(TEMPLATE_SUFFIX) for one in library.shipped().templates()]
     assert names == sorted([*JOBS, "base"])
 
 
 @pytest.mark.parametrize("name", [*JOBS, "base"])
-def test_what_is_shipped_keeps_its_contract(name: str, library: Library) -> None:
+def test_what_is_shipped_keeps_its_contract(name: str, library: TemplateLibrary) -> None:
     template = library.find(name)
-    assert check(library, template) == []
-    assert check(library, template, load_cluster(shipped("profiles/example.yaml")), "25.11") == []
+    assert check_template(library, template) == []
+    assert (
+        check_template(library, template, load_cluster(shipped_file("profiles/example.yaml")), "25.11") == []
+    )
 
 
 def test_a_site_that_adds_to_blocks_keeps_the_contract(found: Found) -> None:
@@ -250,17 +246,17 @@ def test_a_template_that_repeats_the_job_s_own_is_in_order(found: Found) -> None
     ],
 )
 def test_submit_tells_what_a_template_replaces(
-    line: str, told: list[str], library: Library, tmp_path: Path
+    line: str, told: list[str], library: TemplateLibrary, tmp_path: Path
 ) -> None:
-    name = f"mine{SUFFIX}"
+    name = f"mine{TEMPLATE_SUFFIX}"
     text = extends("directives", f"{{{{ super() -}}}}\n#SBATCH {line}", "command")
     (library.directories["site"] / name).write_text(text)
     template = library.find("mine")
     options = {"partition": "gpu", "account": "p1", "qos": "normal", "constraint": "h100"}
     asked = {**options, "nodes": 2, "mem": "100G", "gres": "gpu:8", "exclusive": True}
-    context = fixture(library, template).model_copy(update={"directives": asked})
+    context = example_context(library, template).model_copy(update={"directives": asked})
     notes: list[str] = []
-    script_text(library, template, context, tmp_path, note=notes.append)
+    render_submission_script(library, template, context, tmp_path, note=notes.append)
     assert len(notes) == len(told)
     for note, words in zip(sorted(notes), sorted(told), strict=True):
         assert words in note
@@ -280,13 +276,13 @@ def test_blocks_that_a_template_adds_inside_of_others(found: Found) -> None:
     assert found(extends("own", "false", "mine").replace("shipped", "site"), "yours") == []
 
 
-def test_what_is_wrong_with_the_site_s_base_is_said_of_its_file(library: Library) -> None:
-    path = library.directories["site"] / f"base{SUFFIX}"
+def test_what_is_wrong_with_the_site_s_base_is_said_of_its_file(library: TemplateLibrary) -> None:
+    path = library.directories["site"] / f"base{TEMPLATE_SUFFIX}"
     path.write_text(extends("environment", "{{ super() }}\nfor x in a; do", "base"))
-    (problem,) = check(library, library.find("train"))
+    (problem,) = check_template(library, library.find("train"))
     assert problem.where == str(path)
     path.write_text(extends("setup", "{{ super() }}\nexit 0\n#SBATCH -p gpu", "base"))
-    (problem,) = check(Library(library.directories), library.find("train"))
+    (problem,) = check_template(TemplateLibrary(library.directories), library.find("train"))
     assert problem.where == f"{path}:6"
 
 
@@ -305,13 +301,13 @@ def test_what_is_wrong_with_the_profile_s_lines_is_said_of_the_profile(
     assert told.startswith(f"profile here setup: {said}")
 
 
-def test_a_broken_script_is_not_submitted(library: Library) -> None:
+def test_a_broken_script_is_not_submitted(library: TemplateLibrary) -> None:
     template = library.find("train")
-    job = fixture(library, template, ClusterSpec(name="here", teardown=["if true; then"]))
+    job = example_context(library, template, ClusterSpec(name="here", teardown=["if true; then"]))
     with pytest.raises(
         SpecError, match=r"^profile here teardown: bash -n: line 2: syntax error: unexpected end"
     ):
-        script_text(library, template, job, Path("/runs/r/submitit"))
+        render_submission_script(library, template, job, Path("/runs/r/submitit"))
 
 
 def test_secrets_that_are_none(found: Found) -> None:
@@ -352,24 +348,26 @@ def test_sbatch_is_asked_where_there_is_one(
         ]
 
 
-def test_a_site_s_base_changes_every_kind_of_job(library: Library) -> None:
+def test_a_site_s_base_changes_every_kind_of_job(library: TemplateLibrary) -> None:
     folder = library.directories["site"]
-    (folder / f"base{SUFFIX}").write_text(extends("setup", "{{ super() -}}\nulimit -l unlimited", "base"))
+    (folder / f"base{TEMPLATE_SUFFIX}").write_text(
+        extends("setup", "{{ super() -}}\nulimit -l unlimited", "base")
+    )
     for name in JOBS:
         template = library.find(name)
-        text = render_script(library, template, fixture(library, template))
+        text = render_script(library, template, example_context(library, template))
         assert text.count("\nulimit -l unlimited\n") == 1
-        assert check(library, template) == []
+        assert check_template(library, template) == []
     assert shipped_counterpart(library, library.find("base")).origin == "shipped"
 
 
-def test_what_the_profile_gives_and_the_release_decides(library: Library) -> None:
-    cluster = load_cluster(shipped("profiles/example.yaml"))
+def test_what_the_profile_gives_and_the_release_decides(library: TemplateLibrary) -> None:
+    cluster = load_cluster(shipped_file("profiles/example.yaml"))
     changed = cluster.model_copy(update={"setup": ["ulimit -l unlimited; $(true)"], "teardown": ["sync"]})
-    assert from_profile(None) == {}
+    assert context_from_profile(None) == {}
     template = library.find("train")
     old, new = (
-        render_script(library, template, fixture(library, template, changed, version))
+        render_script(library, template, example_context(library, template, changed, version))
         for version in ("22.05", None)
     )
     assert "\nulimit -l unlimited; $(true)\n" in old, "the admin's lines stand as they are"
@@ -423,7 +421,7 @@ def test_the_context_is_described_whole() -> None:
     assert "segment" in rows["accepts(feature)"][1]
 
 
-def test_no_template_is_written_for_another_system(library: Library) -> None:
+def test_no_template_is_written_for_another_system(library: TemplateLibrary) -> None:
     for template in library.shipped().templates():
-        assert "\r" not in read_source(template)
+        assert "\r" not in read_template_source(template)
         assert os.access(template.path, os.R_OK)

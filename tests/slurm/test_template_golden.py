@@ -10,21 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.slurm.contract import fixture, render_script
-from hpcrun.slurm.template import SUFFIX, Library
+from hpcrun.slurm.contract import render_script
+from hpcrun.slurm.script_context import example_context
+from hpcrun.slurm.template import TEMPLATE_SUFFIX, TemplateLibrary
 from hpcrun.specs.cluster import load_cluster
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VERSIONS = ("22.05", "24.05", "25.11")
-LIBRARY = Library().shipped()
-NAMES = [one.name.removesuffix(SUFFIX) for one in LIBRARY.templates() if one.name != f"base{SUFFIX}"]
+LIBRARY = TemplateLibrary().shipped()
+NAMES = [
+    one.name.removesuffix(TEMPLATE_SUFFIX)
+    for one in LIBRARY.templates()
+    if one.name != f"base{TEMPLATE_SUFFIX}"
+]
 
 
 def script(name: str, version: str) -> str:
     template = LIBRARY.find(name)
-    cluster = load_cluster(shipped("profiles/example.yaml"))
-    return render_script(LIBRARY, template, fixture(LIBRARY, template, cluster, version))
+    cluster = load_cluster(shipped_file("profiles/example.yaml"))
+    return render_script(LIBRARY, template, example_context(LIBRARY, template, cluster, version))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

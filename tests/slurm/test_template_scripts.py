@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.contract import ScriptContext, fixture, render_script
-from hpcrun.slurm.template import SUFFIX, Library
+from hpcrun.slurm.contract import render_script
+from hpcrun.slurm.script_context import ScriptContext, example_context
+from hpcrun.slurm.template import TEMPLATE_SUFFIX, TemplateLibrary
 from hpcrun.specs.cluster import parse_cluster
 
 HOSTILE = (
@@ -36,7 +37,9 @@ HOSTILE = (
 BROKEN = ("a\ntouch x\n", "END\ntouch x\n#", "a\r\ntouch x", "\ttouch x\x01")
 """With line breaks and control characters: allowed in arguments and environment, refused everywhere else."""
 NAMES = [
-    one.name.removesuffix(SUFFIX) for one in Library().shipped().templates() if one.name != f"base{SUFFIX}"
+    one.name.removesuffix(TEMPLATE_SUFFIX)
+    for one in TemplateLibrary().shipped().templates()
+    if one.name != f"base{TEMPLATE_SUFFIX}"
 ]
 
 STUB = """#!/bin/bash
@@ -95,9 +98,9 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def context(kind: str, bench: Bench, **update: Any) -> tuple[Library, ScriptContext]:
-    library = Library().shipped()
-    job = fixture(library, library.find(kind)).model_dump()
+def context(kind: str, bench: Bench, **update: Any) -> tuple[TemplateLibrary, ScriptContext]:
+    library = TemplateLibrary().shipped()
+    job = example_context(library, library.find(kind)).model_dump()
     return library, ScriptContext.model_validate(job | {"modules": []} | update)
 
 
@@ -169,18 +172,18 @@ def test_nothing_in_a_value_is_run_and_every_value_arrives(name: str, bench: Ben
 
 @pytest.mark.parametrize("value", BROKEN)
 def test_a_directive_with_a_line_break_is_refused_whoever_writes_it(value: str, tmp_path: Path) -> None:
-    (tmp_path / f"mine{SUFFIX}").write_text(
-        f'{{% extends "shipped/train{SUFFIX}" %}}\n{{% block directives %}}\n{{{{ super() -}}}}\n'
+    (tmp_path / f"mine{TEMPLATE_SUFFIX}").write_text(
+        f'{{% extends "shipped/train{TEMPLATE_SUFFIX}" %}}\n{{% block directives %}}\n{{{{ super() -}}}}\n'
         "#SBATCH --comment={{ env.NOTE }}\n{% endblock %}\n"
     )
-    library = Library({"site": tmp_path, **Library().shipped().directories})
+    library = TemplateLibrary({"site": tmp_path, **TemplateLibrary().shipped().directories})
     template = library.find("mine")
-    job = fixture(library, template)
+    job = example_context(library, template)
     sound = job.model_copy(update={"env": {"NOTE": "a\\$'b $' c"}})
     assert ["--comment=a\\$'b $' c"] in map(
         sbatch_words, render_script(library, template, sound).splitlines()
     )
-    with pytest.raises(UsageError, match=rf"mine\{SUFFIX}:4: a directive may not hold a line break"):
+    with pytest.raises(UsageError, match=rf"mine\{TEMPLATE_SUFFIX}:4: a directive may not hold a line break"):
         render_script(library, template, job.model_copy(update={"env": {"NOTE": f"\\{value}"}}))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpcrun.slurm.topology import Unit, parse_address, parse_topoconf, parse_topology
+from hpcrun.slurm.topology import TopologyUnit, parse_topoconf, parse_topology, parse_topology_address
 
 Captured = Callable[[str, str], str]
 
@@ -24,7 +24,7 @@ def test_a_tree(captured: Captured, version: str) -> None:
 def test_blocks_and_their_aggregates(captured: Captured, name: str) -> None:
     units = parse_topology(captured("25.11.7", name))
     assert [unit for unit in units if unit.kind == "block"] == [
-        Unit("block", f"b{number}", f"n[{2 * number - 1:02}-{2 * number:02}]", size=2)
+        TopologyUnit("block", f"b{number}", f"n[{2 * number - 1:02}-{2 * number:02}]", size=2)
         for number in (1, 2, 3, 4)
     ]
     assert [(unit.name, unit.size) for unit in units if unit.kind == "aggregate"] == [
@@ -59,12 +59,12 @@ def test_several_topologies(captured: Captured) -> None:
     fabric, nvlink = parse_topoconf(captured("25.11.7", "show-topoconf"))
     assert (fabric.name, fabric.is_default) == ("fabric", True)
     assert fabric.units == (
-        Unit("switch", "spine", "", "leaf[1-2]"),
-        Unit("switch", "leaf1", "n[01-04]"),
-        Unit("switch", "leaf2", "n[05-08]"),
+        TopologyUnit("switch", "spine", "", "leaf[1-2]"),
+        TopologyUnit("switch", "leaf1", "n[01-04]"),
+        TopologyUnit("switch", "leaf2", "n[05-08]"),
     )
     assert (nvlink.name, nvlink.is_default, len(nvlink.units)) == ("nvlink", False, 4)
-    assert nvlink.units[3] == Unit("block", "b4", "n[07-08]", size=2)
+    assert nvlink.units[3] == TopologyUnit("block", "b4", "n[07-08]", size=2)
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_what_is_no_topology_has_no_units(text: str) -> None:
     ],
 )
 def test_addresses(address: str, pattern: str, expected: list[tuple[str, str]]) -> None:
-    assert parse_address(address, pattern) == expected
+    assert parse_topology_address(address, pattern) == expected
 
 
 def test_addresses_in_a_job(captured: Captured, version: str) -> None:
     lines = [line.split() for line in captured(version, "job-environment").splitlines()]
     found = {
-        tuple(parse_address(line[-2], line[-1]))
+        tuple(parse_topology_address(line[-2], line[-1]))
         for line in lines
         if len(line) > 1 and line[-1].endswith(".node")
     }
@@ -108,7 +108,9 @@ def test_addresses_in_a_job(captured: Captured, version: str) -> None:
 
 def test_addresses_in_a_job_on_blocks(captured: Captured) -> None:
     rows = [line.split() for line in captured("25.11.7", "job-topology-addr-block").splitlines()]
-    assert {node: dict(parse_address(address, pattern))["block"] for node, address, pattern in rows} == {
+    assert {
+        node: dict(parse_topology_address(address, pattern))["block"] for node, address, pattern in rows
+    } == {
         "n05": "b3",
         "n06": "b3",
         "n07": "b4",

@@ -13,12 +13,12 @@ import pytest
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.badnodes import (
-    BadNodes,
+    BadNodeList,
     add_bad_node,
     bad_node_files,
     load_bad_nodes,
-    merged_exclude,
-    parse_until,
+    merge_excluded_nodes,
+    parse_expiry,
 )
 
 NOW = datetime(2026, 11, 29, 12, tzinfo=UTC).timestamp()
@@ -42,8 +42,8 @@ def write(path: Path, *lines: Any) -> Path:
 
 
 def test_without_a_list_no_node_is_bad(path: Path) -> None:
-    assert load_bad_nodes([path]) == BadNodes()
-    assert BadNodes().active(NOW) == {}
+    assert load_bad_nodes([path]) == BadNodeList()
+    assert BadNodeList().active(NOW) == {}
 
 
 def test_what_is_added_is_read_back_and_ends(path: Path) -> None:
@@ -134,7 +134,7 @@ def test_garbage_never_raises(path: Path) -> None:
         for _ in range(seed.randint(1, 6)):
             data[seed.randrange(len(data))] = seed.randrange(256)
         path.write_bytes(data)
-        merged_exclude("n09", load_bad_nodes([path]).active(NOW), None)
+        merge_excluded_nodes("n09", load_bad_nodes([path]).active(NOW), None)
 
 
 def test_a_line_without_an_end_does_not_swallow_the_next(path: Path) -> None:
@@ -183,13 +183,13 @@ def test_a_list_that_cannot_be_written_is_the_sites_matter(tmp_path: Path) -> No
     ],
 )
 def test_an_end_is_a_date_or_a_time_from_now(text: str, until: float | None) -> None:
-    assert parse_until(text, NOW) == until
+    assert parse_expiry(text, NOW) == until
 
 
 def test_a_date_counts_whole() -> None:
-    until = parse_until("2026-12-01", NOW)
+    until = parse_expiry("2026-12-01", NOW)
     assert until == datetime(2026, 12, 2).timestamp()
-    assert parse_until("2026-11-30", NOW) == datetime(2026, 12, 1).timestamp()
+    assert parse_expiry("2026-11-30", NOW) == datetime(2026, 12, 1).timestamp()
 
 
 @pytest.mark.parametrize(
@@ -205,29 +205,29 @@ def test_a_date_counts_whole() -> None:
 )
 def test_another_end_is_refused(text: str, told: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_until(text, NOW)
+        parse_expiry(text, NOW)
     assert str(caught.value).startswith(told)
 
 
 def test_bad_nodes_join_those_that_the_job_excludes() -> None:
     bad = {"n05": "ECC errors", "n03": "slow link", "n04": "slow link"}
-    hosts, notes = merged_exclude("n[01,03]", bad, {f"n{k:02}" for k in range(1, 9)})
+    hosts, notes = merge_excluded_nodes("n[01,03]", bad, {f"n{k:02}" for k in range(1, 9)})
     assert hosts == "n[01,03-05]"
     assert notes == ("bad nodes: n05: ECC errors", "bad nodes: n[03-04]: slow link")
 
 
 def test_names_that_vanished_are_left_out_and_told() -> None:
-    hosts, notes = merged_exclude("n01,old1", {"old2": "fan", "n02": "fan"}, {"n01", "n02", "n03"})
+    hosts, notes = merge_excluded_nodes("n01,old1", {"old2": "fan", "n02": "fan"}, {"n01", "n02", "n03"})
     assert hosts == "n[01-02]"
     assert notes == (
         "exclude: old1: no such node (any more); left out",
         "bad nodes: old2: no such node (any more); left out",
         "bad nodes: n02: fan",
     )
-    assert merged_exclude("old1", {}, {"n01"})[0] == ""
-    assert merged_exclude("old1", {"old2": "fan"}, None)[0] == "old[1-2]"
-    assert merged_exclude(None, {}, {"n01"}) == ("", ())
+    assert merge_excluded_nodes("old1", {}, {"n01"})[0] == ""
+    assert merge_excluded_nodes("old1", {"old2": "fan"}, None)[0] == "old[1-2]"
+    assert merge_excluded_nodes(None, {}, {"n01"}) == ("", ())
 
 
 def test_no_list_has_text_behind_a_bracket() -> None:
-    assert merged_exclude("n1-ib,n2-ib", {}, None)[0] == "n1-ib,n2-ib"
+    assert merge_excluded_nodes("n1-ib,n2-ib", {}, None)[0] == "n1-ib,n2-ib"

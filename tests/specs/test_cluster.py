@@ -15,7 +15,7 @@ from hpcrun.specs.cluster import (
     render_cluster,
 )
 from hpcrun.specs.profiles import config_directories
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def add(place: Path, text: str, name: str = "a") -> Path:
 
 
 def test_the_example_is_a_profile_and_survives_a_round_trip() -> None:
-    cluster = load_cluster(shipped("profiles/example.yaml"))
+    cluster = load_cluster(shipped_file("profiles/example.yaml"))
     assert (cluster.name, cluster.default_partition, cluster.mpi.launcher) == ("example", "gpu", "hydra")
     assert cluster.partitions["gpu"].max_time == "2-00:00:00"
     assert [level.oversubscription for level in cluster.topology.levels] == [1.0, 2.0]

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from hpcrun.data import corpus as corpus_module
 from hpcrun.data import tokenize as prepare_module
-from hpcrun.data.corpus import Corpus, Split, inspect_corpus, load_sidecar
-from hpcrun.data.tokenize import prepare
+from hpcrun.data.corpus import Corpus, HoldoutSplit, inspect_corpus, load_token_sidecar
+from hpcrun.data.tokenize import tokenize_files
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.data import DataSpec
 
@@ -220,7 +220,7 @@ def test_too_much_text_for_memory_is_sent_to_prepare(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("holdout", [0.0, 0.001, 0.02, 0.1, 0.5, 0.9])
 def test_the_split_shares_no_token_and_drops_little(holdout: float) -> None:
     for sequences in [*range(1, 90), 500, 997, 4096]:
-        split = Split.of(sequences, holdout)
+        split = HoldoutSplit.of(sequences, holdout)
         if split.train_sequences < 1:
             assert sequences - max(1, round(sequences * holdout)) < 3
             continue
@@ -237,7 +237,7 @@ def test_the_split_shares_no_token_and_drops_little(holdout: float) -> None:
 
 
 def test_held_out_sequences_are_spread_over_the_corpus() -> None:
-    split = Split.of(10_000, 0.02)
+    split = HoldoutSplit.of(10_000, 0.02)
     quarters = {split.held_out(index) * 4 // 10_000 for index in range(split.eval_sequences)}
     assert quarters == {0, 1, 2, 3}
 
@@ -245,16 +245,16 @@ def test_held_out_sequences_are_spread_over_the_corpus() -> None:
 def test_prepared_bytes_are_the_bytes_of_the_text(tmp_path: Path) -> None:
     files = {"a.txt": "grün\n".encode() * 9, "b.txt": b"\xff" * 20, "c.png": b"\x89\0"}
     root = text_tree(tmp_path / "text", files)
-    made = prepare([str(root)], tmp_path / "t.bin")
+    made = tokenize_files([str(root)], tmp_path / "t.bin")
     assert made.skipped == ((str(root / "c.png"), "has NUL bytes, which separate documents"),)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.bin", "t.bin.json", "text"]
-    assert load_sidecar(made.path) == made.sidecar
+    assert load_token_sidecar(made.path) == made.sidecar
     from_tokens = inspect(tokens=str(made.path), seq_len=4)
     from_text = inspect(text=str(root), seq_len=4)
     assert from_tokens.tokens == from_text.tokens
     assert from_tokens.documents == from_text.documents == 2
     assert from_tokens.read(0, from_tokens.tokens) == from_text.read(0, from_text.tokens)
-    wide = prepare([str(root)], tmp_path / "w.bin", dtype="uint32")
+    wide = tokenize_files([str(root)], tmp_path / "w.bin", dtype="uint32")
     assert inspect(tokens=str(wide.path), seq_len=4).read(40, 30) == from_text.read(40, 30)
 
 
@@ -262,7 +262,7 @@ def test_the_fingerprint_of_prepared_tokens_sees_a_change_of_content(tmp_path: P
     prints = set()
     for content in (b"a" * 99, b"b" * 99):
         (tmp_path / "t.txt").write_bytes(content)
-        made = prepare([str(tmp_path / "t.txt")], tmp_path / "t.bin", force=True)
+        made = tokenize_files([str(tmp_path / "t.txt")], tmp_path / "t.bin", force=True)
         prints.add(inspect(tokens=str(made.path), seq_len=4).fingerprint)
     assert len(prints) == 2
 
@@ -292,7 +292,7 @@ def test_prepared_tokens_decode_to_the_documents(tmp_path: Path, monkeypatch: py
     root = text_tree(tmp_path / "text", {"a.txt": b"the cat", "b.txt": long.encode(), "c.txt": b"latin \xe9"})
     path = tokenizer_file(tmp_path / "tokenizer.json", "<eos>")
     seen: list[tuple[int, int]] = []
-    made = prepare(
+    made = tokenize_files(
         [str(root)],
         tmp_path / "t.bin",
         tokenizer=str(path),
@@ -317,7 +317,7 @@ def test_the_end_of_document_token_is_configured_known_or_named(tmp_path: Path) 
 
     def separator(eos: str | None = None) -> int | None:
         sources = [str(tmp_path / "a.txt")]
-        return prepare(
+        return tokenize_files(
             sources, tmp_path / "t.bin", tokenizer=str(path), eos=eos, force=True
         ).sidecar.separator
 
@@ -333,14 +333,14 @@ def test_the_end_of_document_token_is_configured_known_or_named(tmp_path: Path) 
 def test_what_exists_is_replaced_only_by_force(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"text")
     out = tmp_path / "t.bin"
-    prepare([str(tmp_path)], out)
+    tokenize_files([str(tmp_path)], out)
     with pytest.raises(UsageError, match="exists already; use --force"):
-        prepare([str(tmp_path / "a.txt")], out)
+        tokenize_files([str(tmp_path / "a.txt")], out)
     (tmp_path / "a.txt").write_bytes(b"longer text")
-    made = prepare([str(tmp_path)], out, force=True)
+    made = tokenize_files([str(tmp_path)], out, force=True)
     assert made.sidecar.tokens == len("longer text") + 1
     with pytest.raises(UsageError, match="the output is the only source"):
-        prepare([str(out)], out, force=True)
+        tokenize_files([str(out)], out, force=True)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_what_cannot_be_prepared_leaves_nothing(
     text_tree(tmp_path, {"a.txt": b"text", "nul.txt": b"\0"})
     arguments: dict[str, object] = {"sources": ["a.txt"], "out": Path("t.bin"), **options}
     with pytest.raises(UsageError) as caught:
-        prepare(**arguments)  # type: ignore[arg-type]
+        tokenize_files(**arguments)  # type: ignore[arg-type]
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "nul.txt"]
@@ -373,7 +373,7 @@ def test_a_missing_tokenizers_package_is_named_with_the_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(SiteError, match=r"pip install 'hpcrun-slurm\[tokenizers\]'"):
-        prepare([str(tmp_path)], tmp_path / "t.bin", tokenizer="tokenizer.json")
+        tokenize_files([str(tmp_path)], tmp_path / "t.bin", tokenizer="tokenizer.json")
 
 
 def test_a_full_disk_is_one_line_before_and_during(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +381,7 @@ def test_a_full_disk_is_one_line_before_and_during(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=700))
         with pytest.raises(SiteError, match=r"takes at least .* GiB free"):
-            prepare([str(tmp_path / "a.txt")], tmp_path / "t.bin")
+            tokenize_files([str(tmp_path / "a.txt")], tmp_path / "t.bin")
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -389,5 +389,5 @@ def test_a_full_disk_is_one_line_before_and_during(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
         with pytest.raises(SiteError, match="no space or quota left while it was written"):
-            prepare([str(tmp_path / "a.txt")], tmp_path / "t.bin")
+            tokenize_files([str(tmp_path / "a.txt")], tmp_path / "t.bin")
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -9,7 +9,7 @@ import pytest
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.specs.load import ResolvedJob, parse_job, render_job
 from hpcrun.specs.plan import Plan
-from hpcrun.specs.reduced_plan import least_ranks, read_plan, shrink, with_replicas
+from hpcrun.specs.reduced_plan import minimum_ranks, plan_with_replicas, read_attempt_plan, shrink_plan
 
 BASE = "model: {preset: demo, layers: 8}\ndata: {text: x, seq_len: 64}\n"
 
@@ -20,7 +20,7 @@ def job(*overrides: str) -> ResolvedJob:
 
 def fewer(ranks: int, *overrides: str) -> Plan | None:
     resolved = job(*overrides)
-    return shrink(resolved.spec, resolved.training_plan, ranks)
+    return shrink_plan(resolved.spec, resolved.training_plan, ranks)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_the_batch_stays_and_every_rank_runs_as_many_rounds(
     overrides: tuple[str, ...], dp: int, rounds: int, is_uneven: bool
 ) -> None:
     resolved = job(*overrides)
-    plan = with_replicas(resolved.spec, resolved.training_plan, dp)
+    plan = plan_with_replicas(resolved.spec, resolved.training_plan, dp)
     assert (plan.gbs, plan.grad_accum, plan.is_uneven) == (resolved.training_plan.gbs, rounds, is_uneven)
     assert not resolved.training_plan.is_uneven
 
@@ -76,7 +76,7 @@ def test_below_the_least_there_is_no_plan() -> None:
     assert fewer(5, *overrides) is not None
     assert fewer(3, *overrides) is None, "three replicas would have to be four or two"
     resolved = job(*overrides)
-    assert least_ranks(resolved.spec, resolved.training_plan) == 4
+    assert minimum_ranks(resolved.spec, resolved.training_plan) == 4
     assert fewer(2, "parallel.dp_replicate=3", "elastic=null") is None
     assert fewer(1, "parallel={dp_replicate: 3, pp: 2}") is None
 
@@ -127,16 +127,16 @@ def test_the_plan_of_an_attempt_is_one_of_the_job_s(tmp_path: Path) -> None:
     again = parse_job(render_job(resolved.spec), "spec.yaml")
     assert again.training_plan == whole
     for dp in (4, 2, 1):
-        plan = with_replicas(resolved.spec, whole, dp)
+        plan = plan_with_replicas(resolved.spec, whole, dp)
         path.write_text(plan.model_dump_json())
-        assert read_plan(path, again.spec, again.training_plan) == plan
+        assert read_attempt_plan(path, again.spec, again.training_plan) == plan
     for wrong in ({"grad_accum": 5}, {"dp_replicate": 3}, {"dp_shard": 3, "dp_replicate": 1}, {"tp": 2}):
         path.write_text(whole.model_copy(update=wrong).model_dump_json())
         with pytest.raises(UsageError, match=r"but the job makes .*start the run again"):
-            read_plan(path, resolved.spec, whole)
+            read_attempt_plan(path, resolved.spec, whole)
     path.write_text("{}")
     with pytest.raises(UsageError, match="is no plan of this version"):
-        read_plan(path, resolved.spec, whole)
+        read_attempt_plan(path, resolved.spec, whole)
     path.unlink()
     with pytest.raises(UsageError, match="is missing"):
-        read_plan(path, resolved.spec, whole)
+        read_attempt_plan(path, resolved.spec, whole)

@@ -12,7 +12,7 @@ import pytest
 from hpcrun.errors import SpecError
 from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.load import load_job
-from hpcrun.specs.model import ModelSpec, hf_config, model_fields_from_hf
+from hpcrun.specs.model import ModelSpec, make_hf_config, model_fields_from_hf
 from hpcrun.submission.prepare import check_job_inputs
 
 SPEC = ModelSpec(vocab=256, hidden=32, ffn=64, layers=2, heads=4, kv_heads=2, head_dim=8)
@@ -22,7 +22,7 @@ def directory(
     place: Path, types: Mapping[str, str], config: Mapping[str, Any] = {}, beside: str = ""
 ) -> Path:
     """A directory with a config.json and one small file of weights of these types."""
-    (place / "config.json").write_text(json.dumps({**hf_config(SPEC), **config}))
+    (place / "config.json").write_text(json.dumps({**make_hf_config(SPEC), **config}))
     header = {name: {"dtype": kind, "shape": [0], "data_offsets": [0, 0]} for name, kind in types.items()}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     (place / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)

@@ -11,9 +11,9 @@ import pytest
 
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.load import flatten, job_schema, load_job, parse_job, render_job
+from hpcrun.specs.load import flatten_keys, job_schema, load_job, parse_job, render_job
 from hpcrun.specs.resources import RetrySpec
-from hpcrun.specs.shipped import shipped
+from hpcrun.specs.shipped import shipped_file
 
 JOB = """\
 name: first-run
@@ -354,7 +354,7 @@ def test_a_resolved_job_reads_back_equal_whatever_text_it_holds() -> None:
     ("name", "ranks"), [("demo", 8), ("llama3-8b", 8), ("my-training", 16), ("sweep", 1)]
 )
 def test_every_shipped_job_loads(name: str, ranks: int) -> None:
-    files = {load_job(path).spec.name: path for path in shipped("jobs/demo.yaml").parent.iterdir()}
+    files = {load_job(path).spec.name: path for path in shipped_file("jobs/demo.yaml").parent.iterdir()}
     assert files.keys() == {"demo", "llama3-8b", "my-training", "sweep"}
     job = load_job(files[name])
     assert job.spec.ranks == ranks
@@ -365,7 +365,7 @@ def test_what_a_shipped_job_has_in_comments_loads_too(tmp_path: Path) -> None:
     (tmp_path / "command.yaml").write_text(
         "\n".join(
             line.replace("# ", "", 1) if re.match(r" *# +[a-z_A-Z]+:|# (secrets|retry):", line) else line
-            for line in shipped("jobs/command.yaml").read_text().splitlines()
+            for line in shipped_file("jobs/command.yaml").read_text().splitlines()
         )
     )
     spec = load_job(tmp_path / "command.yaml").spec
@@ -378,11 +378,11 @@ def test_what_is_not_shipped_is_refused_with_the_list() -> None:
         UsageError,
         match=r"jobs/dmo\.yaml does not come .* jobs/command\.yaml, jobs/demo\.yaml, jobs/llama3-8b",
     ):
-        shipped("jobs/dmo.yaml")
+        shipped_file("jobs/dmo.yaml")
 
 
 def test_flatten_names_leaves_by_dotted_keys() -> None:
-    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+    assert flatten_keys({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
 
 
 def test_the_schema_accepts_presets_names_and_sizes_beside_them() -> None:
@@ -438,7 +438,7 @@ def mutate(rng: random.Random, text: str) -> str:
         case 5:
             lines[at] = rng.choice(("  ", "    ", "")) + lines[at].lstrip()
         case _:
-            key = rng.choice(list(flatten(parse_job(JOB, "j").spec.model_dump()))).split(".")
+            key = rng.choice(list(flatten_keys(parse_job(JOB, "j").spec.model_dump()))).split(".")
             lines += [f"{'  ' * depth}{part}:" for depth, part in enumerate(key)]
             lines[-1] += f" {rng.choice(NASTY)}"
     return "\n".join(lines) + "\n"
@@ -461,7 +461,7 @@ def check_one(text: str, overrides: list[str]) -> bool:
 
 def test_no_input_gives_anything_but_a_job_or_problems_a_line_each() -> None:
     rng = random.Random(7)
-    keys = list(flatten(parse_job(JOB, "j").spec.model_dump()))
+    keys = list(flatten_keys(parse_job(JOB, "j").spec.model_dump()))
     accepted = 0
     for _ in range(400):
         text = JOB
@@ -475,7 +475,7 @@ def test_no_input_gives_anything_but_a_job_or_problems_a_line_each() -> None:
 def test_every_key_takes_nasty_values_without_a_traceback() -> None:
     plain = parse_job("model: tiny\ndata: {text: x}", "j").spec.model_dump()
     keys = [
-        *flatten(plain),
+        *flatten_keys(plain),
         "model",
         "data",
         "train",

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.records import LineReader, LineWriter, last_of_each_step, read_json, read_lines, write_json
+from hpcrun.specs.records import (
+    JsonLineReader,
+    JsonLineWriter,
+    newest_step_records,
+    read_json,
+    read_json_lines,
+    write_json,
+)
 
 
 def open_descriptors() -> int:
@@ -21,16 +28,16 @@ def test_a_torn_line_spoils_no_other(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
     before = open_descriptors()
-    writer = LineWriter(path)
+    writer = JsonLineWriter(path)
     writer.write({"step": 3})
     writer.close()
     assert open_descriptors() == before
-    assert [record["step"] for record in read_lines(path)] == [1, 3]
+    assert [record["step"] for record in read_json_lines(path)] == [1, 3]
 
 
 def test_a_reader_follows_by_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    reader = LineReader(path)
+    reader = JsonLineReader(path)
     assert reader.read() == []
     path.write_bytes(b'{"a": 1}\n{"a"')
     assert reader.read() == [{"a": 1}]
@@ -41,7 +48,7 @@ def test_a_reader_follows_by_whole_lines(tmp_path: Path) -> None:
 
 
 def test_a_line_that_does_not_fit_is_an_error() -> None:
-    writer = LineWriter(Path("/dev/full"))
+    writer = JsonLineWriter(Path("/dev/full"))
     with pytest.raises(OSError, match="No space left") as error:
         writer.write({"step": 1})
     assert error.value.errno == errno.ENOSPC
@@ -79,14 +86,14 @@ def test_the_newest_attempt_s_steps_stand_and_evaluations_are_no_steps() -> None
         {"attempt": 2, "kind": "eval", "step": 2, "eval_loss": 6},
         {"attempt": 1, "step": 3, "loss": 5},
     ]
-    steps = last_of_each_step(records)
+    steps = newest_step_records(records)
     assert [(record["step"], record["loss"]) for record in steps] == [(1, 9), (2, 7), (3, 5)]
     assert json.dumps(steps)
 
 
 def test_a_line_that_did_not_fit_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    writer = LineWriter(path)
+    writer = JsonLineWriter(path)
     writer.write({"n": 1})
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4, limits[1]))
@@ -97,4 +104,4 @@ def test_a_line_that_did_not_fit_does_not_take_the_next_one_with_it(tmp_path: Pa
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     writer.write({"n": 2})
     writer.close()
-    assert list(read_lines(path)) == [{"n": 1}, {"n": 2}]
+    assert list(read_json_lines(path)) == [{"n": 1}, {"n": 2}]

@@ -7,12 +7,18 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.settings import Overruled, Setting, Settings, read_settings, write_settings
+from hpcrun.specs.settings import (
+    CommSetting,
+    CommSettings,
+    OverriddenSetting,
+    read_comm_settings,
+    write_comm_settings,
+)
 
-TC = Setting("NCCL_IB_TC", "106", "the lossless class", "profile: network.traffic_class", "NCCL 2.3")
-HCA = Setting("NCCL_IB_HCA", "=mlx5_0,mlx5_1", "the adapters", "profile: network.hcas")
-FEWER = Setting("NCCL_IB_HCA", "=mlx5_0", "the other one is down", "doctor")
-ALL = Settings((TC, HCA), {"n2": (FEWER,)}, (), ("a note",))
+TC = CommSetting("NCCL_IB_TC", "106", "the lossless class", "profile: network.traffic_class", "NCCL 2.3")
+HCA = CommSetting("NCCL_IB_HCA", "=mlx5_0,mlx5_1", "the adapters", "profile: network.hcas")
+FEWER = CommSetting("NCCL_IB_HCA", "=mlx5_0", "the other one is down", "doctor")
+ALL = CommSettings((TC, HCA), {"n2": (FEWER,)}, (), ("a note",))
 
 
 def test_they_print() -> None:
@@ -24,21 +30,21 @@ def test_they_print() -> None:
 
 def test_they_come_back(tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
-    assert read_settings(path) is None
-    given = ALL.but_for({"NCCL_IB_TC": "0"}, "env of the job")
-    write_settings(path, given)
-    assert read_settings(path) == given
+    assert read_comm_settings(path) is None
+    given = ALL.without_variables({"NCCL_IB_TC": "0"}, "env of the job")
+    write_comm_settings(path, given)
+    assert read_comm_settings(path) == given
     path.write_text('{"settings": [{"name": 1}]}')
     with pytest.raises(UsageError, match=r"settings\.json: holds no settings"):
-        read_settings(path)
+        read_comm_settings(path)
 
 
 def test_what_somebody_has_set_stands_and_is_told() -> None:
-    left = ALL.but_for({"NCCL_IB_HCA": "mlx5_7", "PATH": "/bin"}, "env of the job")
+    left = ALL.without_variables({"NCCL_IB_HCA": "mlx5_7", "PATH": "/bin"}, "env of the job")
     assert (left.environment(), left.of_node("n2")) == ({"NCCL_IB_TC": "106"}, {})
-    assert left.overruled == (Overruled("NCCL_IB_HCA", "mlx5_7", "=mlx5_0", "env of the job"),)
+    assert left.overruled == (OverriddenSetting("NCCL_IB_HCA", "mlx5_7", "=mlx5_0", "env of the job"),)
     assert left.notes == ALL.notes
-    assert ALL.but_for({}, "nobody") == ALL
+    assert ALL.without_variables({}, "nobody") == ALL
 
 
 def test_of_a_node() -> None:

@@ -14,7 +14,7 @@ from hpcrun.errors import SpecError, UsageError
 from hpcrun.specs.load import ResolvedJob, load_job, parse_job, render_job
 from hpcrun.specs.resources import SweepSpec
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.sweep import combinations, read_sweep, write_sweep
+from hpcrun.specs.sweep import expand_sweep, read_sweep, write_sweep
 
 BASE = "model: demo\ndata: {text: /corpus}\n"
 
@@ -33,7 +33,7 @@ def test_every_combination_of_grid_rows_and_entries_with_the_last_key_of_the_gri
     sweep = SweepSpec(
         grid={"a": [1, 2], "b": [3, 4]}, zip={"c": [5, 6], "d": [7, 8]}, list=[{"e": 9}, {}, {"f": 10}]
     )
-    found = combinations(sweep)
+    found = expand_sweep(sweep)
     assert len(found) == 2 * 2 * 2 * 3
     assert [(one["a"], one["b"]) for one in found[::6]] == [(1, 3), (1, 4), (2, 3), (2, 4)]
     assert [(one["c"], one["d"]) for one in found[::3]] == [(5, 7), (6, 8)] * 4
@@ -50,7 +50,7 @@ def test_every_combination_of_grid_rows_and_entries_with_the_last_key_of_the_gri
     ],
 )
 def test_a_part_that_is_absent_takes_nothing_away(sweep: dict[str, Any], count: int) -> None:
-    assert len(combinations(SweepSpec(**sweep))) == count
+    assert len(expand_sweep(SweepSpec(**sweep))) == count
 
 
 def test_each_element_is_a_job_of_its_own() -> None:

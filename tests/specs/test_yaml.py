@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hpcrun.errors import SpecError, UsageError
-from hpcrun.specs.yaml import MAX_DEPTH, load_document, parse_document, parse_value, render_document
+from hpcrun.specs.yaml import MAX_YAML_DEPTH, load_yaml, parse_yaml, parse_yaml_value, render_yaml
 
 
 @pytest.mark.parametrize(
@@ -47,22 +47,22 @@ from hpcrun.specs.yaml import MAX_DEPTH, load_document, parse_document, parse_va
     ],
 )
 def test_a_value_has_the_core_type_in_a_file_and_on_the_command_line(text: str, value: Any) -> None:
-    in_file = parse_document(f"key: {text}", "f").values["key"]
-    on_command_line = parse_value(text, "key", "command line")
+    in_file = parse_yaml(f"key: {text}", "f").values["key"]
+    on_command_line = parse_yaml_value(text, "key", "command line")
     for found in (in_file, on_command_line):
         assert found == value
         assert type(found) is type(value)
 
 
 def test_what_is_no_yaml_on_the_command_line_is_text() -> None:
-    assert parse_value("[a", "key", "command line") == "[a"
-    assert parse_value("@home", "key", "command line") == "@home"
+    assert parse_yaml_value("[a", "key", "command line") == "[a"
+    assert parse_yaml_value("@home", "key", "command line") == "@home"
 
 
 def test_every_duplicate_key_is_named_with_both_lines() -> None:
     text = "a: 1\nb:\n  c: 1\n  d: 2\n  c: 3\na: 2\n"
     with pytest.raises(SpecError) as caught:
-        parse_document(text, "job.yaml")
+        parse_yaml(text, "job.yaml")
     assert [str(problem) for problem in caught.value.problems] == [
         "job.yaml:5 b.c: stands twice, first on line 3; remove one",
         "job.yaml:6 a: stands twice, first on line 1; remove one",
@@ -70,7 +70,7 @@ def test_every_duplicate_key_is_named_with_both_lines() -> None:
 
 
 def test_every_key_and_item_has_a_place_and_an_absent_one_that_of_its_parent() -> None:
-    document = parse_document("# about\na:\n  b: 1\n  list:\n  - x\n  - y\nflow: {c: 1}\n", "f")
+    document = parse_yaml("# about\na:\n  b: 1\n  list:\n  - x\n  - y\nflow: {c: 1}\n", "f")
     assert document.where("a.b") == "f:3"
     assert document.where("a.list.1") == "f:6"
     assert document.where("flow.c") == "f:7"
@@ -79,7 +79,7 @@ def test_every_key_and_item_has_a_place_and_an_absent_one_that_of_its_parent() -
 
 
 def test_an_aliased_mapping_is_copied() -> None:
-    values = parse_document("a: &x {k: 1}\nb: *x\n", "f").values
+    values = parse_yaml("a: &x {k: 1}\nb: *x\n", "f").values
     assert values == {"a": {"k": 1}, "b": {"k": 1}}
     assert values["a"] is not values["b"]
 
@@ -110,26 +110,26 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ('"": 1', "f:1: a key must be a plain word"),
         ('"a\\nb": 1', "f:1: a key must be a plain word"),
         ("a: &a\n  b: *a\n", "f:1 a.b.b.b"),
-        ("a: " + "[" * 100 + "]" * 100, f"f:1 a{'.0' * MAX_DEPTH}: nested deeper than 20"),
+        ("a: " + "[" * 100 + "]" * 100, f"f:1 a{'.0' * MAX_YAML_DEPTH}: nested deeper than 20"),
         ("a: " + "[" * 5000, "f: is not valid YAML: nested deeper"),
         (BOMB, "more than 20000 values"),
     ],
 )
 def test_bad_documents_are_refused_in_one_line(text: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
-        parse_document(text, "f")
+        parse_yaml(text, "f")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"absent\.yaml: no such file"):
-        load_document(tmp_path / "absent.yaml")
+        load_yaml(tmp_path / "absent.yaml")
     with pytest.raises(UsageError, match="cannot be read: Is a directory"):
-        load_document(tmp_path)
+        load_yaml(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"a: \xe9")
     with pytest.raises(UsageError, match="is not text in UTF-8"):
-        load_document(tmp_path / "latin.yaml")
+        load_yaml(tmp_path / "latin.yaml")
 
 
 VALUES = {
@@ -174,11 +174,11 @@ VALUES = {
 def test_rendered_values_read_back_to_the_same_values_and_types() -> None:
     shared = [1]
     values = VALUES | {"first": shared, "second": shared}
-    text = render_document(values)
-    assert repr(parse_document(text, "f").values) == repr(values)
+    text = render_yaml(values)
+    assert repr(parse_yaml(text, "f").values) == repr(values)
     assert "&" not in text.replace("'&x'", "")
 
 
 def test_text_that_other_readers_would_take_for_something_else_is_quoted() -> None:
     words = {"a": "no", "b": "012", "c": "4:00", "d": "3e-4", "e": "2024-01-02", "f": "1_000"}
-    assert yaml.safe_load(render_document(words)) == words
+    assert yaml.safe_load(render_yaml(words)) == words

@@ -7,23 +7,25 @@ from pathlib import Path
 import pytest
 
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec
-from hpcrun.tuning.advice import Situation, advise
-from hpcrun.tuning.host.checks import Question, check, clock_skew
-from hpcrun.tuning.host.doctor_report import Report, examine
-from hpcrun.tuning.host.node_report import look, nccl_files
+from hpcrun.tuning.advice import AdviceContext, advise_settings
+from hpcrun.tuning.host.checks import HostCheckInput, check_clock_skew, check_host
+from hpcrun.tuning.host.doctor_report import DoctorReport, examine_host
+from hpcrun.tuning.host.node_report import read_host_report, read_nccl_conf_files
 from tests.tuning.trees import HOSTS, lay_out
 
 
-def report(name: str, tmp_path: Path, *, uses_ucx: bool = False, nccl: str = "", **network: object) -> Report:
+def report(
+    name: str, tmp_path: Path, *, uses_ucx: bool = False, nccl: str = "", **network: object
+) -> DoctorReport:
     version = tuple(map(int, nccl.split("."))) if nccl else None
-    host = look(lay_out(name, tmp_path / "node"))
+    host = read_host_report(lay_out(name, tmp_path / "node"))
     mpi = {"library": "openmpi", "launcher": "srun", "pmi": "pmix"} if uses_ucx else {}
     profile = ClusterSpec.model_validate({"name": "c", "network": network, "mpi": mpi})
-    advised = advise(Situation(profile, 0, nccl=version)).environment()
-    return examine(Question(host, profile.network, version, uses_ucx, advised))
+    advised = advise_settings(AdviceContext(profile, 0, nccl=version)).environment()
+    return examine_host(HostCheckInput(host, profile.network, version, uses_ucx, advised))
 
 
-def found(one: Report) -> list[tuple[str, str, str]]:
+def found(one: DoctorReport) -> list[tuple[str, str, str]]:
     return [(finding.level, finding.check, finding.subject) for finding in one.findings]
 
 
@@ -125,13 +127,15 @@ def test_what_the_profile_says_of_adapters_goes_first(tmp_path: Path) -> None:
     root = lay_out("virtual-machine", tmp_path / "own")
     (root / "var/run/nvidia-topologyd").mkdir(parents=True)
     (root / "var/run/nvidia-topologyd/virtualTopology.xml").write_text("<system/>")
-    assert found(examine(Question(look(root), NetworkSpec()))) == [("unknown", "affinity", "GPU 0")]
+    assert found(examine_host(HostCheckInput(read_host_report(root), NetworkSpec()))) == [
+        ("unknown", "affinity", "GPU 0")
+    ]
 
 
 def test_two_queue_pairs_use_both_links_of_a_bond(tmp_path: Path) -> None:
     root = lay_out("bonded", tmp_path / "node")
     (root / "proc/self/environ").write_text("NCCL_IB_TC=106\nNCCL_IB_QPS_PER_CONNECTION=2\n")
-    assert found(examine(Question(look(root), NetworkSpec()))) == []
+    assert found(examine_host(HostCheckInput(read_host_report(root), NetworkSpec()))) == []
 
 
 def test_what_sockets_take(tmp_path: Path) -> None:
@@ -144,14 +148,14 @@ def test_what_sockets_take(tmp_path: Path) -> None:
 
 
 def test_shared_memory_of_others_and_of_the_living_is_let_be(tmp_path: Path) -> None:
-    host = look(lay_out("small-limits", tmp_path / "node"))
+    host = read_host_report(lay_out("small-limits", tmp_path / "node"))
     assert host.shm.stale == ("nccl-4aF2cQ", "nccl-Zr81Lm")
     assert (host.shm.size_bytes, host.limits["memlock"], host.limits["stack"]) == (2**26, 65536, None)
 
 
 def test_nothing_is_known_of_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / "node").mkdir()
-    findings = check(Question(look(tmp_path / "node"), NetworkSpec()))
+    findings = check_host(HostCheckInput(read_host_report(tmp_path / "node"), NetworkSpec()))
     assert {one.level for one in findings} == {"unknown"}
     assert [one.check for one in findings] == ["interface", "limits", "shm"]
 
@@ -166,7 +170,7 @@ def test_nothing_is_known_of_a_machine_that_tells_nothing(tmp_path: Path) -> Non
     ],
 )
 def test_clocks(told: float, text: str | None) -> None:
-    found = clock_skew("n1", told, 100.0, 110.0)
+    found = check_clock_skew("n1", told, 100.0, 110.0)
     assert [one.text for one in found] == ([text] if text else [])
 
 
@@ -176,18 +180,22 @@ def test_files_of_nccl_s_own_count_too_and_the_environment_wins(tmp_path: Path) 
     (root / "etc" / "nccl.conf").write_text(
         "# of the image\nNCCL_SOCKET_IFNAME=eth0\nNCCL_IB_SL=1\nNCCL_IB_TIMEOUT = 22\nPATH=/x\n"
     )
-    assert look(root).environ == {"NCCL_SOCKET_IFNAME": "bond0", "NCCL_IB_SL": "1", "NCCL_IB_TC": "106"}
+    assert read_host_report(root).environ == {
+        "NCCL_SOCKET_IFNAME": "bond0",
+        "NCCL_IB_SL": "1",
+        "NCCL_IB_TC": "106",
+    }
     mine = tmp_path / "mine.conf"
     mine.write_text("NCCL_IB_SL=3\n")
-    assert nccl_files(root, {"NCCL_CONF_FILE": str(mine)})["NCCL_IB_SL"] == "3"
-    assert nccl_files(root, {}) == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_SL": "1"}
+    assert read_nccl_conf_files(root, {"NCCL_CONF_FILE": str(mine)})["NCCL_IB_SL"] == "3"
+    assert read_nccl_conf_files(root, {}) == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_IB_SL": "1"}
 
 
 def test_a_slot_that_has_no_more_is_no_fault(tmp_path: Path) -> None:
     root = lay_out("downtrained", tmp_path / "node")
     for slot, name, text in (("98", "max_link_width", "8"), ("16", "max_link_speed", "16.0 GT/s PCIe")):
         (root / f"sys/bus/pci/devices/0000:{slot}:02.0" / name).write_text(f"{text}\n")
-    (one,) = examine(Question(look(root), NetworkSpec())).findings
+    (one,) = examine_host(HostCheckInput(read_host_report(root), NetworkSpec())).findings
     assert str(one) == "mlx5_1: its PCIe link runs at x8 of x16: the slot has no more"
     assert one.level == "note"
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.lint.traffic_classes import agreement, decode, encode, of_priority, outside_lossless
+from hpcrun.tuning.lint.traffic_classes import (
+    check_class_agreement,
+    check_lossless_class,
+    decode_traffic_class,
+    encode_traffic_class,
+    traffic_class_of_priority,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,19 +28,28 @@ from hpcrun.tuning.lint.traffic_classes import agreement, decode, encode, of_pri
     ],
 )
 def test_published_classes(tc: int, dscp: int, ecn: str, priority: int) -> None:
-    one = decode(tc)
+    one = decode_traffic_class(tc)
     assert (one.dscp, one.ecn, one.priority) == (dscp, ecn, priority)
-    assert encode(dscp, ecn) == one
+    assert encode_traffic_class(dscp, ecn) == one
 
 
 def test_every_byte_comes_back() -> None:
-    assert all(encode(decode(tc).dscp, decode(tc).ecn).tc == tc for tc in range(256))
-    assert all(of_priority(n).priority == n for n in range(8))
-    assert of_priority(3).tc == 106
+    assert all(
+        encode_traffic_class(decode_traffic_class(tc).dscp, decode_traffic_class(tc).ecn).tc == tc
+        for tc in range(256)
+    )
+    assert all(traffic_class_of_priority(n).priority == n for n in range(8))
+    assert traffic_class_of_priority(3).tc == 106
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda: decode(256), lambda: encode(64), lambda: encode(3, "yes"), lambda: of_priority(8)]
+    "wrong",
+    [
+        lambda: decode_traffic_class(256),
+        lambda: encode_traffic_class(64),
+        lambda: encode_traffic_class(3, "yes"),
+        lambda: traffic_class_of_priority(8),
+    ],
 )
 def test_what_is_none(wrong: object) -> None:
     with pytest.raises(UsageError):
@@ -56,18 +71,18 @@ def test_what_is_none(wrong: object) -> None:
     ],
 )
 def test_agreement(environ: dict[str, str], forced: int | None, agree: bool) -> None:
-    assert (agreement(environ, "mlx5_0:1", uses_ucx=True, forced=forced) == []) is agree
-    assert agreement(environ, "mlx5_0:1", uses_ucx=False, forced=forced) == []
+    assert (check_class_agreement(environ, "mlx5_0:1", uses_ucx=True, forced=forced) == []) is agree
+    assert check_class_agreement(environ, "mlx5_0:1", uses_ucx=False, forced=forced) == []
 
 
 def test_traffic_outside_the_protected_priorities() -> None:
-    (one,) = outside_lossless(0, (3,), "dscp", None, "ens1")
+    (one,) = check_lossless_class(0, (3,), "dscp", None, "ens1")
     assert str(one) == (
         "ens1: traffic runs in TC 0 = DSCP 0, not-ECT, priority 0, PFC protects priority 3;"
         " set network.traffic_class: 106 in the profile"
     )
-    assert outside_lossless(106, (3,), "dscp", None, "ens1") == []
-    assert outside_lossless(106, (), "dscp", None, "ens1") == []
-    assert outside_lossless(106, (3,), "pcp", 3, "ens1") == []
-    assert outside_lossless(106, (3,), "pcp", None, "ens1")[0].remedy == "ask for trust dscp"
-    assert outside_lossless(0, (3,), "", None, "ens1")[0].confidence == "medium"
+    assert check_lossless_class(106, (3,), "dscp", None, "ens1") == []
+    assert check_lossless_class(106, (), "dscp", None, "ens1") == []
+    assert check_lossless_class(106, (3,), "pcp", 3, "ens1") == []
+    assert check_lossless_class(106, (3,), "pcp", None, "ens1")[0].remedy == "ask for trust dscp"
+    assert check_lossless_class(0, (3,), "", None, "ens1")[0].confidence == "medium"

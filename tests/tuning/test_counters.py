@@ -8,25 +8,33 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.host.counters import Counters, Growth, diagnose, growth, parse_ethtool, read_counters, take
-from hpcrun.tuning.host.node_report import ask_captured, look
+from hpcrun.tuning.host.counters import (
+    CounterGrowth,
+    CounterReading,
+    compare_counters,
+    diagnose_counters,
+    parse_counters,
+    parse_ethtool,
+    read_host_counters,
+)
+from hpcrun.tuning.host.node_report import captured_command_runner, read_host_report
 from tests.tuning.trees import lay_out
 
 SECONDS = 10.0
 
 
-def counters(name: str, tmp_path: Path, time: float | None) -> Counters:
+def counters(name: str, tmp_path: Path, time: float | None) -> CounterReading:
     root = lay_out(name, tmp_path / f"{name} at {time}")
-    return replace(take(look(root), root, ask_captured(root)), time=time)
+    return replace(read_host_counters(read_host_report(root), root, captured_command_runner(root)), time=time)
 
 
-def grown(name: str, tmp_path: Path, seconds: float | None = SECONDS) -> Growth:
+def grown(name: str, tmp_path: Path, seconds: float | None = SECONDS) -> CounterGrowth:
     before = counters("counters-before", tmp_path, None if seconds is None else 0.0)
-    return growth(before, counters(name, tmp_path / "after", seconds))
+    return compare_counters(before, counters(name, tmp_path / "after", seconds))
 
 
-def found(one: Growth) -> list[tuple[str, str, str]]:
-    return [(finding.level, finding.check, finding.subject) for finding in diagnose(one)]
+def found(one: CounterGrowth) -> list[tuple[str, str, str]]:
+    return [(finding.level, finding.check, finding.subject) for finding in diagnose_counters(one)]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +66,7 @@ def test_cases(name: str, expected: list[tuple[str, str, str]], tmp_path: Path) 
 
 
 def test_the_share_of_the_time_is_told(tmp_path: Path) -> None:
-    text = next(one.text for one in diagnose(grown("counters-slow-receiver", tmp_path)))
+    text = next(one.text for one in diagnose_counters(grown("counters-slow-receiver", tmp_path)))
     assert text == (
         "tx_prio3_pause_duration +2170000 us, 21.7% of the time: this node held the network back: it takes"
         " data slower than it comes"
@@ -66,19 +74,19 @@ def test_the_share_of_the_time_is_told(tmp_path: Path) -> None:
 
 
 def test_without_a_clock_the_time_is_unknown(tmp_path: Path) -> None:
-    texts = [one.text for one in diagnose(grown("counters-slow-receiver", tmp_path, None))]
+    texts = [one.text for one in diagnose_counters(grown("counters-slow-receiver", tmp_path, None))]
     assert texts[0].startswith("tx_prio3_pause_duration +2170000 us in an unknown time")
 
 
 def test_marks_that_nobody_answers() -> None:
     prefix = "rdma.mlx5_0.1"
-    one = Growth("n1", 1.0, {f"{prefix}.np_ecn_marked_roce_packets": 5, f"{prefix}.np_cnp_sent": 0})
+    one = CounterGrowth("n1", 1.0, {f"{prefix}.np_ecn_marked_roce_packets": 5, f"{prefix}.np_cnp_sent": 0})
     assert ("warning", "cnp", "mlx5_0:1") in found(one)
     # An adapter that has no such counter says nothing about it.
     assert [
-        check for _, check, _ in found(Growth("n1", 1.0, {f"{prefix}.np_ecn_marked_roce_packets": 5}))
+        check for _, check, _ in found(CounterGrowth("n1", 1.0, {f"{prefix}.np_ecn_marked_roce_packets": 5}))
     ] == ["congestion seen"]
-    alone = found(Growth("n1", 1.0, {"net.ens1.rx_prio3_pause": 500}))
+    alone = found(CounterGrowth("n1", 1.0, {"net.ens1.rx_prio3_pause": 500}))
     assert [check for _, check, _ in alone] == ["paused"]
 
 
@@ -98,58 +106,66 @@ def test_marks_that_nobody_answers() -> None:
 )
 def test_pause_frames_are_judged_by_the_time_that_they_hold_a_link_at_most(name: str, check: str) -> None:
     fast = {"ens1": 400.0}
-    (one,) = diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 119300}, speeds_Gbps=fast))
+    (one,) = diagnose_counters(CounterGrowth("n1", 10.0, {f"net.ens1.{name}": 119300}, speeds_Gbps=fast))
     assert (one.check, one.confidence) == (check, "low")
     assert one.text.startswith(f"{name} +119300 frames, 100.0% of the time at most: ")
-    assert diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 1000}, speeds_Gbps=fast)) == ()
+    assert diagnose_counters(CounterGrowth("n1", 10.0, {f"net.ens1.{name}": 1000}, speeds_Gbps=fast)) == ()
     assert (
         "10.1% of the time"
-        in diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 300}, speeds_Gbps={"ens1": 10}))[0].text
+        in diagnose_counters(CounterGrowth("n1", 10.0, {f"net.ens1.{name}": 300}, speeds_Gbps={"ens1": 10}))[
+            0
+        ].text
     )
-    assert "frames in an unknown time" in diagnose(Growth("n1", None, {f"net.ens1.{name}": 7}))[0].text
     assert (
-        "100 a second; the link's speed" in diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 1000}))[0].text
+        "frames in an unknown time"
+        in diagnose_counters(CounterGrowth("n1", None, {f"net.ens1.{name}": 7}))[0].text
     )
-    assert diagnose(Growth("n1", 10.0, {f"net.ens1.{name}": 9})) == ()
+    assert (
+        "100 a second; the link's speed"
+        in diagnose_counters(CounterGrowth("n1", 10.0, {f"net.ens1.{name}": 1000}))[0].text
+    )
+    assert diagnose_counters(CounterGrowth("n1", 10.0, {f"net.ens1.{name}": 9})) == ()
 
 
 def test_where_durations_are_told_frames_say_nothing_of_their_own() -> None:
     values = {"net.ens1.rx_prio3_pause": 90000, "net.ens1.rx_prio3_pause_duration": 0}
-    assert found(Growth("n1", 1.0, values)) == []
+    assert found(CounterGrowth("n1", 1.0, values)) == []
     for name in ("pfc_pri3_rx_duration_us", "rx_global_pause_duration", "rx_pause_duration_prio_3"):
-        assert [check for _, check, _ in found(Growth("n1", 1.0, {f"net.ens1.{name}": 20000}))] == ["paused"]
+        assert [check for _, check, _ in found(CounterGrowth("n1", 1.0, {f"net.ens1.{name}": 20000}))] == [
+            "paused"
+        ]
 
 
 @pytest.mark.parametrize(
     "name", ["rx_pause_ctrl_phy", "tx_pause_frames", "link_xoff_rx", "rx_flow_control_xoff"]
 )
 def test_pauses_of_a_whole_link(name: str) -> None:
-    assert found(Growth("n1", 1.0, {f"net.ens1.{name}": 5})) == [("warning", "global pause", "ens1")]
+    assert found(CounterGrowth("n1", 1.0, {f"net.ens1.{name}": 5})) == [("warning", "global pause", "ens1")]
 
 
 def test_counters_of_intel_have_dots_in_their_names(tmp_path: Path) -> None:
     root = lay_out("counters-before", tmp_path)
     text = "NIC statistics:\n     rx_priority_3_xoff.nic: 7\n     port.link_xoff_rx: 9\n"
     (root / "commands/ethtool -S ens1").write_text(text)
-    look_at = take(look(root), root, ask_captured(root))
+    look_at = read_host_counters(read_host_report(root), root, captured_command_runner(root))
     assert {"net.ens1.rx_priority_3_xoff", "net.ens1.link_xoff_rx"} <= look_at.values.keys()
     assert look_at.speeds_Gbps["ens1"] == 400.0
-    assert read_counters(look_at.as_json(), "f.json") == look_at
+    assert parse_counters(look_at.as_json(), "f.json") == look_at
 
 
 def test_what_went_back_or_came_is_no_growth() -> None:
-    before = Counters("n1", 1.0, {"net.a.x": 5, "net.a.y": 7, "net.a.gone": 1})
-    after = Counters("n1", 3.0, {"net.a.x": 9, "net.a.y": 2, "net.a.new": 1})
-    one = growth(before, after)
+    before = CounterReading("n1", 1.0, {"net.a.x": 5, "net.a.y": 7, "net.a.gone": 1})
+    after = CounterReading("n1", 3.0, {"net.a.x": 9, "net.a.y": 2, "net.a.new": 1})
+    one = compare_counters(before, after)
     assert (one.seconds, one.values, one.restarted) == (2.0, {"net.a.x": 4}, ("net.a.y",))
     assert one.missing == ("net.a.gone", "net.a.new")
-    assert growth(after, replace(after, time=2.0)).seconds is None
+    assert compare_counters(after, replace(after, time=2.0)).seconds is None
     with pytest.raises(UsageError, match="counters of n1 and of n2"):
-        growth(before, replace(after, node="n2"))
+        compare_counters(before, replace(after, node="n2"))
 
 
 def test_dots_in_a_vlan_s_name() -> None:
-    (one,) = diagnose(Growth("n1", 1.0, {"net.bond0.209.rx_crc_errors_phy": 1}))
+    (one,) = diagnose_counters(CounterGrowth("n1", 1.0, {"net.bond0.209.rx_crc_errors_phy": 1}))
     assert one.subject == "bond0.209"
 
 
@@ -174,9 +190,9 @@ def test_ethtool() -> None:
 )
 def test_what_is_no_look(values: object) -> None:
     with pytest.raises(UsageError, match=r"f\.json: holds no counters"):
-        read_counters(values, "f.json")
+        parse_counters(values, "f.json")
 
 
 def test_a_look_comes_back(tmp_path: Path) -> None:
     one = counters("counters-before", tmp_path, 5.0)
-    assert read_counters(one.as_json(), "f") == one
+    assert parse_counters(one.as_json(), "f") == one

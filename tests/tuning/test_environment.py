@@ -13,16 +13,16 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.tuning.lint.environment import (
-    Layer,
-    Setting,
-    effective,
-    parse_dump,
+    EnvironmentLayer,
+    VariableAssignment,
+    effective_assignments,
+    layer_from_environment,
+    parse_environment_dump,
     parse_nccl_conf,
-    read_text,
-    resolve,
-    shell_layer,
+    read_user_file,
+    resolve_layers,
 )
-from hpcrun.tuning.lint.script_exports import drops_shell, parse_script
+from hpcrun.tuning.lint.script_exports import drops_shell_environment, parse_script_exports
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 NAMES = ["NCCL_A", "NCCL_B", "NCCL_C", "NCCL_D"]
@@ -76,8 +76,8 @@ def from_bash(script: str, environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs if name in NAMES}
 
 
-def found(*layers: Layer) -> dict[str, str | None]:
-    return {name: one.value for name, one in effective(resolve(layers)).items()}
+def found(*layers: EnvironmentLayer) -> dict[str, str | None]:
+    return {name: one.value for name, one in effective_assignments(resolve_layers(layers)).items()}
 
 
 def test_scripts_export_what_bash_says() -> None:
@@ -85,13 +85,13 @@ def test_scripts_export_what_bash_says() -> None:
     for _ in range(60):
         script = "\n".join(line_of_script(dice) for _ in range(dice.randint(1, 8)))
         environ = {name: "shell" for name in NAMES if dice.random() < 0.3}
-        assert found(shell_layer(environ), parse_script(script, "job.sbatch")) == from_bash(
-            script, environ
-        ), script
+        assert found(
+            layer_from_environment(environ), parse_script_exports(script, "job.sbatch")
+        ) == from_bash(script, environ), script
 
 
 def test_a_script_as_people_write_them() -> None:
-    layer = parse_script((DATA / "job.sbatch").read_text(encoding="utf-8"), "job.sbatch")
+    layer = parse_script_exports((DATA / "job.sbatch").read_text(encoding="utf-8"), "job.sbatch")
     settings = {one.name: one for one in layer.settings if one.is_exported}
     assert {name: one.value for name, one in settings.items()} == {
         "NCCL_CROSS_NIC": "0",
@@ -138,7 +138,7 @@ def test_a_script_as_people_write_them() -> None:
     ],
 )
 def test_further_ways_to_set_a_variable(line: str, expected: dict[str, str | None]) -> None:
-    assert found(parse_script(line, "s")) == expected
+    assert found(parse_script_exports(line, "s")) == expected
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_further_ways_to_set_a_variable(line: str, expected: dict[str, str | Non
     ],
 )
 def test_whether_the_shell_s_environment_gets_in(line: str, drops: bool) -> None:
-    assert drops_shell(f"#!/bin/bash\n{line}\n") is drops
+    assert drops_shell_environment(f"#!/bin/bash\n{line}\n") is drops
 
 
 ODD = {"NCCL_A": "two\nlines", "NCCL_B": "=mlx5_0,mlx5_1", "NCCL_C": 'with "quotes" and $', "NCCL_D": "it's"}
@@ -165,7 +165,7 @@ def test_dumps_of_an_environment(command: str) -> None:
     done = subprocess.run(
         ["bash", "--norc", "-c", command], env=ODD, capture_output=True, check=True, timeout=30, text=True
     )
-    values = {one.name: one.value for one in parse_dump(done.stdout, "dump", "env").settings}
+    values = {one.name: one.value for one in parse_environment_dump(done.stdout, "dump", "env").settings}
     assert {name: values[name] for name in NAMES} == ODD
 
 
@@ -178,15 +178,20 @@ def test_exported_functions_are_no_trouble() -> None:
             capture_output=True,
             check=True,
         )
-        values = {one.name: one.value for one in parse_dump(done.stdout.decode(), "dump", "env").settings}
+        values = {
+            one.name: one.value
+            for one in parse_environment_dump(done.stdout.decode(), "dump", "env").settings
+        }
         assert values["NCCL_A"] == "1"
 
 
 def test_the_environment_of_an_image() -> None:
-    layer = parse_dump((DATA / "image.json").read_text(encoding="utf-8"), "image.json", "container")
+    layer = parse_environment_dump(
+        (DATA / "image.json").read_text(encoding="utf-8"), "image.json", "container"
+    )
     assert [one.name for one in layer.settings] == ["PATH", "NCCL_VERSION", "NCCL_DEBUG", "LD_LIBRARY_PATH"]
     direct = json.dumps({"config": {"Env": ["A=b"]}})
-    assert found(parse_dump(direct, "x", "container")) == {"A": "b"}
+    assert found(parse_environment_dump(direct, "x", "container")) == {"A": "b"}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +206,7 @@ def test_the_environment_of_an_image() -> None:
 )
 def test_what_is_no_dump_is_refused_in_one_line(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        parse_dump(text, "x", "env")
+        parse_environment_dump(text, "x", "env")
     assert "\n" not in str(caught.value)
 
 
@@ -214,11 +219,11 @@ def test_files_that_cannot_be_read_are_told_in_one_line(tmp_path: Path) -> None:
         (binary, "not text"),
     ):
         with pytest.raises(UsageError, match=words):
-            read_text(path)
+            read_user_file(path)
 
 
 def test_a_configuration_file_is_read_as_nccl_reads_it() -> None:
-    layer = parse_nccl_conf(read_text(DATA / "nccl-broken.conf"), "nccl.conf")
+    layer = parse_nccl_conf(read_user_file(DATA / "nccl-broken.conf"), "nccl.conf")
     told = {
         (one.name, fault.level, fault.text.partition(";")[0])
         for one in layer.settings
@@ -239,22 +244,26 @@ def test_a_configuration_file_is_read_as_nccl_reads_it() -> None:
             "the line ends as on Windows, and that end is part of the value before NCCL 2.30",
         ),
     }
-    counts = effective(resolve([layer]))
+    counts = effective_assignments(resolve_layers([layer]))
     assert set(counts) == {"NCCL_SOCKET_IFNAME", "NCCL_IB_SL", "NCCL_TOPO_FILE", "NCCL_IB_TIMEOUT"}
     assert counts["NCCL_IB_SL"].value == "1   # for adaptive routing"
 
 
-def setting(name: str, value: str, where: str) -> Setting:
-    return Setting(name, value, where, where)
+def setting(name: str, value: str, where: str) -> VariableAssignment:
+    return VariableAssignment(name, value, where, where)
 
 
 def test_who_wins() -> None:
-    shell = Layer("shell", (setting("A", "1", "shell"), setting("B", "1", "shell")))
-    script = Layer("script", (setting("A", "2", "s:1"),), {"B": "s:2"})
-    user = Layer("user", (setting("A", "3", "u:1"), setting("C", "3", "u:2")), fills=True)
-    site = Layer("site", (setting("C", "4", "/etc:1"), setting("D", "4", "/etc:2")), fills=True)
-    chains = resolve([shell, script, user, site])
-    assert {name: one.value for name, one in effective(chains).items()} == {"A": "2", "C": "3", "D": "4"}
+    shell = EnvironmentLayer("shell", (setting("A", "1", "shell"), setting("B", "1", "shell")))
+    script = EnvironmentLayer("script", (setting("A", "2", "s:1"),), {"B": "s:2"})
+    user = EnvironmentLayer("user", (setting("A", "3", "u:1"), setting("C", "3", "u:2")), fills=True)
+    site = EnvironmentLayer("site", (setting("C", "4", "/etc:1"), setting("D", "4", "/etc:2")), fills=True)
+    chains = resolve_layers([shell, script, user, site])
+    assert {name: one.value for name, one in effective_assignments(chains).items()} == {
+        "A": "2",
+        "C": "3",
+        "D": "4",
+    }
     assert [fate for _, fate in chains["A"].steps] == [
         "replaced at s:1",
         "counts",
@@ -286,6 +295,6 @@ def test_any_text_gives_a_layer_or_one_line() -> None:
     ]
     for _ in range(1500):
         text = "".join(dice.choices(pieces, k=dice.randint(1, 25)))
-        resolve([parse_script(text, "s"), parse_nccl_conf(text, "c")])
+        resolve_layers([parse_script_exports(text, "s"), parse_nccl_conf(text, "c")])
         with contextlib.suppress(UsageError):
-            resolve([parse_dump(text, "d", "env")])
+            resolve_layers([parse_environment_dump(text, "d", "env")])

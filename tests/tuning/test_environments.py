@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from hpcrun.specs.yaml import load_document
-from hpcrun.tuning.issue import Fault
+from hpcrun.specs.yaml import load_yaml
+from hpcrun.tuning.issue import ValueIssue
 from hpcrun.tuning.lint import conflicts, environment, lint
-from hpcrun.tuning.lint.demands import PLATFORMS
-from hpcrun.tuning.lint.environment import parse_nccl_conf, shell_layer
-from hpcrun.tuning.lint.script_exports import parse_script
+from hpcrun.tuning.lint.demands import NETWORK_PLATFORMS
+from hpcrun.tuning.lint.environment import layer_from_environment, parse_nccl_conf
+from hpcrun.tuning.lint.script_exports import parse_script_exports
 from hpcrun.tuning.registry import nccl_grammar, values
 from hpcrun.tuning.registry.registry import parse_version
 
 DATA = Path(__file__).parents[1] / "data" / "tuning" / "environments"
-BLOCKS: dict[str, Any] = load_document(DATA / "sources.yaml").values
-ERRORS: list[dict[str, str]] = load_document(DATA / "errors.yaml").values["errors"]
+BLOCKS: dict[str, Any] = load_yaml(DATA / "sources.yaml").values
+ERRORS: list[dict[str, str]] = load_yaml(DATA / "errors.yaml").values["errors"]
 RELEASES = [None, (2, 19, 3), (2, 27, 7), (2, 30, 7)]
 
 
@@ -33,13 +33,13 @@ def test_ten_repositories_and_more_are_looked_at() -> None:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_public_environment_has_the_faults_that_are_proved(name: str) -> None:
-    layer = parse_script((DATA / f"{name}.sh").read_text(encoding="utf-8"), name)
+    layer = parse_script_exports((DATA / f"{name}.sh").read_text(encoding="utf-8"), name)
     assert layer.notes == ()
     right = {variable: one["level"] for variable, one in BLOCKS[name]["right"].items()}
-    found = lint.lint([layer], None).findings
+    found = lint.lint_layers([layer], None).findings
     assert {one.name: one.level for one in found if one.level != "note"} == right
     for version in RELEASES:
-        errors = [str(one) for one in lint.lint([layer], version).findings if one.level == "error"]
+        errors = [str(one) for one in lint.lint_layers([layer], version).findings if one.level == "error"]
         assert errors == []
     assert all(one["proof"] for one in BLOCKS[name]["right"].values())
 
@@ -50,8 +50,8 @@ def linted(row: dict[str, str]) -> list[str]:
         layer = parse_nccl_conf(row["conf"], "nccl.conf", release)
     else:
         pairs = (word.partition("=") for word in _words(row["set"]))
-        layer = shell_layer({name: value for name, _, value in pairs})
-    return [one.text for one in lint.lint([layer], release).findings if one.level == "error"]
+        layer = layer_from_environment({name: value for name, _, value in pairs})
+    return [one.text for one in lint.lint_layers([layer], release).findings if one.level == "error"]
 
 
 def _words(text: str) -> list[str]:
@@ -68,17 +68,17 @@ def _words(text: str) -> list[str]:
 def test_every_error_has_an_example_and_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each place in the source that makes an error, one example makes one, and something proves it."""
     made: set[tuple[str, int]] = set()
-    real = Fault.__new__
+    real = ValueIssue.__new__
 
     def note_down(
-        cls: type[Fault], level: str, text: str, instead: str | None = None, bare: str = ""
-    ) -> Fault:
+        cls: type[ValueIssue], level: str, text: str, instead: str | None = None, bare: str = ""
+    ) -> ValueIssue:
         caller = sys._getframe(2)
         if level == "error":
             made.add((Path(caller.f_code.co_filename).name, caller.f_lineno))
         return real(cls, level, text, instead, bare)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Fault, "__new__", note_down)
+    monkeypatch.setattr(ValueIssue, "__new__", note_down)
     for row in ERRORS:
         assert row["proof"]
         assert any(row["says"] in text for text in linted(row)), row
@@ -92,7 +92,7 @@ def test_every_error_has_an_example_and_a_proof(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_every_demand_of_a_platform_has_a_source() -> None:
-    for platform in PLATFORMS:
+    for platform in NETWORK_PLATFORMS:
         for name, demand in platform.demands.items():
             assert "/" in demand.source, (platform.name, name)
 
@@ -108,7 +108,7 @@ def test_every_demand_of_a_platform_has_a_source() -> None:
     ],
 )
 def test_what_no_rank_needs_may_stay_unexported(script: str, is_told: bool) -> None:
-    found = lint.lint([parse_script(script, "s")], None).findings
+    found = lint.lint_layers([parse_script_exports(script, "s")], None).findings
     assert any("without `export`" in one.text for one in found) == is_told
 
 
@@ -124,5 +124,5 @@ def test_what_no_rank_needs_may_stay_unexported(script: str, is_told: bool) -> N
     ],
 )
 def test_a_home_that_the_shell_replaces_is_no_error(script: str, is_checked: bool) -> None:
-    found = lint.lint([parse_script(script, "s")], None)
+    found = lint.lint_layers([parse_script_exports(script, "s")], None)
     assert found.has_errors == is_checked, shlex.quote(script)

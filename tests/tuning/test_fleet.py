@@ -11,10 +11,10 @@ import pytest
 from hpcrun.errors import UsageError
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.host.checks import Question
-from hpcrun.tuning.host.doctor_report import examine, read_reports
-from hpcrun.tuning.host.fleet import compare
-from hpcrun.tuning.host.node_report import look
+from hpcrun.tuning.host.checks import HostCheckInput
+from hpcrun.tuning.host.doctor_report import examine_host, parse_doctor_reports
+from hpcrun.tuning.host.fleet import compare_nodes
+from hpcrun.tuning.host.node_report import read_host_report
 from hpcrun.tuning.host.routes import parse_ip_route
 from tests.tuning.trees import lay_out
 
@@ -22,7 +22,7 @@ Reports = dict[str, dict[str, Any]]
 
 
 def report_of(name: str, root: Path) -> dict[str, Any]:
-    return examine(Question(look(lay_out(name, root)), NetworkSpec())).as_json()
+    return examine_host(HostCheckInput(read_host_report(lay_out(name, root)), NetworkSpec())).as_json()
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_alike(healthy: Reports) -> None:
     healthy["n2"]["memory_bytes"] += healthy["n2"]["memory_bytes"] // 100
     healthy["n3"]["shm"]["free_bytes"] = 17
     healthy["n4"]["links"][0]["speed_GTs"] = 32.0  # a GPU that is awake
-    assert compare(healthy) == compare(healthy, "eth0") == ()
+    assert compare_nodes(healthy) == compare_nodes(healthy, "eth0") == ()
 
 
 ODD = {
@@ -79,13 +79,13 @@ def test_the_odd_one_is_named(case: str, healthy: Reports, tmp_path: Path) -> No
         for at, one in enumerate(odd["interfaces"])
     ]
     healthy["n3"] = odd
-    assert told(compare(healthy)) == ODD[case]
+    assert told(compare_nodes(healthy)) == ODD[case]
 
 
 def test_limits_and_a_missing_adapter(healthy: Reports) -> None:
     healthy["n2"]["limits"]["memlock"] = 65536
     del healthy["n2"]["ports"][1]
-    assert told(compare(healthy)) == [
+    assert told(compare_nodes(healthy)) == [
         "fault n2: mlx5_1:1: state is missing, on 3 other nodes ACTIVE",
         "warning n2: memlock: limit is 65536, on 3 other nodes unlimited",
     ]
@@ -94,14 +94,14 @@ def test_limits_and_a_missing_adapter(healthy: Reports) -> None:
 def test_without_a_majority_the_groups_are_told(healthy: Reports) -> None:
     for node in ("n3", "n4"):
         healthy[node]["kernel"] = "6.8.0"
-    assert told(compare(healthy)) == [
+    assert told(compare_nodes(healthy)) == [
         "note node: kernel differs: 5.14.0-427.13.1.el9_4.x86_64 on n[1-2], 6.8.0 on n[3-4]"
     ]
 
 
 def test_docker0_has_the_same_address_everywhere(tmp_path: Path) -> None:
     one = report_of("docker0", tmp_path / "one")
-    (fault,) = [found for found in compare({"n1": one, "n2": one}) if found.level == "fault"]
+    (fault,) = [found for found in compare_nodes({"n1": one, "n2": one}) if found.level == "fault"]
     assert str(fault) == (
         "docker0: 172.17.0.1 is on 2 nodes, and NCCL takes this interface for its sockets;"
         " set network.interface in the profile"
@@ -112,19 +112,23 @@ def test_a_bridge_that_nothing_uses_is_only_noted(healthy: Reports) -> None:
     bridge = {"name": "docker0", "kind": "bridge", "mtu": 1500, "trust": "", "networks": ["172.17.0.1/16"]}
     for report in healthy.values():
         report["interfaces"].append(bridge)
-    assert told(compare(healthy)) == ["note docker0: 172.17.0.1 is on 4 nodes; nothing is to use it"]
+    assert told(compare_nodes(healthy)) == ["note docker0: 172.17.0.1 is on 4 nodes; nothing is to use it"]
 
 
 def test_half_the_memory_is_no_small_difference(healthy: Reports) -> None:
     healthy["n2"]["memory_bytes"] //= 2
-    assert told(compare(healthy)) == ["warning n2: memory: size is 503.7 GiB, on 3 other nodes 1007 GiB"]
+    assert told(compare_nodes(healthy)) == [
+        "warning n2: memory: size is 503.7 GiB, on 3 other nodes 1007 GiB"
+    ]
 
 
 def test_one_network_for_all(healthy: Reports) -> None:
     healthy["n4"]["interfaces"][2]["networks"] = ["10.9.0.4/24"]
-    assert told(compare(healthy, "eth0")) == ["warning n4: stands in 10.9.0.0/24, 3 others in 10.0.0.0/24"]
+    assert told(compare_nodes(healthy, "eth0")) == [
+        "warning n4: stands in 10.9.0.0/24, 3 others in 10.0.0.0/24"
+    ]
     healthy["n4"]["interfaces"][2]["networks"] = []
-    assert told(compare(healthy, "eth0")) == ["fault n4: eth0 has no address here, or is missing"]
+    assert told(compare_nodes(healthy, "eth0")) == ["fault n4: eth0 has no address here, or is missing"]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +136,7 @@ def test_one_network_for_all(healthy: Reports) -> None:
 )
 def test_a_damaged_report_is_unknown(damage: dict[str, Any], healthy: Reports) -> None:
     healthy["n1"] = {"node": "n1", **damage}
-    levels = {one.level for one in compare(healthy) if one.check not in ("state", "setting")}
+    levels = {one.level for one in compare_nodes(healthy) if one.check not in ("state", "setting")}
     assert levels == {"unknown"}
 
 
@@ -186,9 +190,9 @@ def test_interfaces_in_one_network_by_which_nodes_send(
 ) -> None:
     for report in healthy.values():
         routed(report, TWO_IN_ONE)
-    assert compare(healthy) == ()
+    assert compare_nodes(healthy) == ()
     routed(healthy["n3"], TWO_IN_ONE.replace(found, put))
-    (line,) = told(compare(healthy))
+    (line,) = told(compare_nodes(healthy))
     assert line.startswith(said)
     assert "`ip route` here says '" in line
     assert "; on n1 '" in line
@@ -200,8 +204,8 @@ def test_routes_in_another_order_are_read_from_proc_as_well(healthy: Reports, tm
     for number, order in enumerate((rows, rows[::-1])):
         root = lay_out("roce-healthy", tmp_path / str(number))
         (root / "proc/net/route").write_text(head + "".join(order))
-        healthy[f"n{number + 1}"]["routes"] = look(root).as_json()["routes"]
-    lines = told(compare({"n1": healthy["n1"], "n2": healthy["n2"]}))
+        healthy[f"n{number + 1}"]["routes"] = read_host_report(root).as_json()["routes"]
+    lines = told(compare_nodes({"n1": healthy["n1"], "n2": healthy["n2"]}))
     assert lines == [
         "warning n2: sends to 10.1.0.0/16 by ens2, on 1 other node by ens1: `ip route` here says"
         " '10.1.0.0/16 dev ens2', then '10.1.0.0/16 dev ens1'; on n1 '10.1.0.0/16 dev ens1', then"
@@ -212,24 +216,24 @@ def test_routes_in_another_order_are_read_from_proc_as_well(healthy: Reports, tm
 def test_routes_that_differ_without_a_choice_are_nobodys_matter(healthy: Reports) -> None:
     routed(healthy["n1"], "10.1.0.0/16 dev ens1 proto kernel metric 100\n10.2.0.0/16 dev ens2\n")
     routed(healthy["n2"], "10.1.0.0/16 dev ens1 proto static metric 7\n10.3.0.0/16 dev ens2\nnonsense\n\n")
-    assert compare(healthy) == ()
+    assert compare_nodes(healthy) == ()
 
 
 def test_adapters_that_are_not_as_near_to_their_gpus_are_named(healthy: Reports) -> None:
     assert healthy["n1"]["near"]["GPU 0"]["mlx5_0"] == "PHB"
     healthy["n3"]["near"] = {"GPU 0": {"mlx5_0": "SYS", "mlx5_1": "PHB"}, "GPU 1": {"mlx5_0": "SYS"}}
-    (one,) = compare(healthy)
+    (one,) = compare_nodes(healthy)
     assert str(one).startswith(
         "n3: GPUs and adapters are not as near as elsewhere: GPU 0 to mlx5_0 SYS (others PHB), GPU 0 to"
         " mlx5_1 PHB (others SYS); compare `nvidia-smi topo -m`"
     )
     del healthy["n3"]["near"]
-    assert compare(healthy) == ()
+    assert compare_nodes(healthy) == ()
 
 
 def test_one_is_no_fleet(healthy: Reports) -> None:
     with pytest.raises(UsageError, match=r"1 report\(s\): it takes two nodes"):
-        compare({"n1": healthy["n1"]})
+        compare_nodes({"n1": healthy["n1"]})
 
 
 _ODD: tuple[Any, ...] = (
@@ -242,10 +246,12 @@ _ODD: tuple[Any, ...] = (
 def test_reports_of_any_shape_are_compared(healthy: Reports) -> None:
     for key in healthy["n1"]:
         for odd in _ODD if key != "node" else ():
-            damaged = read_reports(healthy["n1"] | {key: odd}, "n1.json")
-            compare({"n1": damaged["n1"], "n2": healthy["n2"]})
+            damaged = parse_doctor_reports(healthy["n1"] | {key: odd}, "n1.json")
+            compare_nodes({"n1": damaged["n1"], "n2": healthy["n2"]})
 
 
 def test_a_sound_report_is_taken_as_it_is(healthy: Reports) -> None:
-    assert read_reports(healthy["n1"], "n1.json") == {"n1": healthy["n1"]}
-    assert read_reports({"nodes": [{"node": "n1", "ports": 3, "kernel": 1}]}, "f") == {"n1": {"node": "n1"}}
+    assert parse_doctor_reports(healthy["n1"], "n1.json") == {"n1": healthy["n1"]}
+    assert parse_doctor_reports({"nodes": [{"node": "n1", "ports": 3, "kernel": 1}]}, "f") == {
+        "n1": {"node": "n1"}
+    }

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from hpcrun.tuning.registry.device_names import parse_devices
+from hpcrun.tuning.registry.device_names import parse_device_list
 from hpcrun.tuning.registry.nccl_grammar import (
-    ALGORITHMS,
-    FUNCTIONS,
-    PROTOCOLS,
-    check_devices,
-    check_selection,
-    known_choices,
-    parse_selection,
+    NCCL_ALGORITHMS,
+    NCCL_FUNCTIONS,
+    NCCL_PROTOCOLS,
+    check_device_list,
+    check_nccl_selection,
+    known_nccl_choices,
+    parse_nccl_selection,
 )
 from hpcrun.tuning.registry.registry import Version
 
@@ -43,8 +43,8 @@ def as_c_reads_it(text: str, choices: tuple[str, ...]) -> Choice | None:
             found.add(word.lower())
         left = frozenset(choices) - found if inverted else frozenset(found)
         if prefix is None:
-            chosen |= dict.fromkeys(FUNCTIONS, left)
-        elif prefix.lower() in FUNCTIONS:
+            chosen |= dict.fromkeys(NCCL_FUNCTIONS, left)
+        elif prefix.lower() in NCCL_FUNCTIONS:
             chosen[prefix.lower()] = left
         else:
             return None
@@ -60,7 +60,8 @@ def random_selection(dice: random.Random, choices: tuple[str, ...]) -> str:
 
     parts = [words()] if dice.random() < 0.6 else []
     parts += [
-        f"{function}:{words()}" for function in dice.sample(FUNCTIONS, dice.randint(0 if parts else 1, 3))
+        f"{function}:{words()}"
+        for function in dice.sample(NCCL_FUNCTIONS, dice.randint(0 if parts else 1, 3))
     ]
     return ";".join(parts)
 
@@ -77,10 +78,10 @@ def damaged(text: str, dice: random.Random) -> str:
 @pytest.mark.parametrize("name", ["NCCL_ALGO", "NCCL_PROTO"])
 def test_what_is_well_formed_is_read_as_nccl_reads_it(name: str) -> None:
     dice = random.Random(1)
-    choices = known_choices(name, NEW)
+    choices = known_nccl_choices(name, NEW)
     for _ in range(2000):
         text = random_selection(dice, choices)
-        found = parse_selection(name, text, NEW)
+        found = parse_nccl_selection(name, text, NEW)
         assert found.is_valid, text
         assert dict(found.chosen) == as_c_reads_it(text, choices), text
 
@@ -88,11 +89,11 @@ def test_what_is_well_formed_is_read_as_nccl_reads_it(name: str) -> None:
 @pytest.mark.parametrize("name", ["NCCL_ALGO", "NCCL_PROTO"])
 def test_what_nccl_refuses_is_an_error_and_nothing_else_is_lost(name: str) -> None:
     dice = random.Random(2)
-    choices = known_choices(name, NEW)
+    choices = known_nccl_choices(name, NEW)
     refused = 0
     for _ in range(4000):
         text = damaged(random_selection(dice, choices), dice)
-        found, expected = parse_selection(name, text, NEW), as_c_reads_it(text, choices)
+        found, expected = parse_nccl_selection(name, text, NEW), as_c_reads_it(text, choices)
         if expected is None:
             refused += 1
             assert not found.is_valid, text
@@ -109,17 +110,17 @@ def test_any_text_gives_lines_and_no_exception() -> None:
         text = "".join(dice.choices("ring,tree;:^=allreduce \t\n\0é\udc80LL128%", k=dice.randint(1, 40)))
         for version in (None, OLD, NEW, NEWEST):
             for name in ("NCCL_ALGO", "NCCL_PROTO"):
-                assert all(one.text for one in check_selection(name, text, version))
+                assert all(one.text for one in check_nccl_selection(name, text, version))
             for ports in (True, False):
-                assert all(one.text for one in check_devices(text, version, ports=ports))
+                assert all(one.text for one in check_device_list(text, version, ports=ports))
 
 
 def levels(name: str, text: str, version: Version | None) -> list[str]:
-    return [one.level for one in check_selection(name, text, version)]
+    return [one.level for one in check_nccl_selection(name, text, version)]
 
 
 def told(name: str, text: str, version: Version | None) -> str:
-    return "\n".join(one.text for one in check_selection(name, text, version))
+    return "\n".join(one.text for one in check_nccl_selection(name, text, version))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +134,9 @@ def told(name: str, text: str, version: Version | None) -> str:
     ],
 )
 def test_names_by_release(release: Version, names: str) -> None:
-    assert set(known_choices("NCCL_ALGO", release)) == set(names.split())
-    assert set(known_choices("NCCL_PROTO", release)) == set(PROTOCOLS)
-    assert set(names.split()) <= set(ALGORITHMS)
+    assert set(known_nccl_choices("NCCL_ALGO", release)) == set(names.split())
+    assert set(known_nccl_choices("NCCL_PROTO", release)) == set(NCCL_PROTOCOLS)
+    assert set(names.split()) <= set(NCCL_ALGORITHMS)
 
 
 def test_one_value_by_release() -> None:
@@ -188,12 +189,12 @@ def test_devices_match_as_nccl_matches_them() -> None:
         if dice.random() < 0.3:
             text += ":1"
         for name in names:
-            assert parse_devices(text).takes(name) is as_c_matches(text, name), (text, name)
+            assert parse_device_list(text).takes(name) is as_c_matches(text, name), (text, name)
 
 
 def device_text(text: str, version: Version | None = NEW, ports: bool = True) -> str:
     """What is told, without the quotes around values."""
-    return "\n".join(one.text for one in check_devices(text, version, ports=ports)).replace("'", "")
+    return "\n".join(one.text for one in check_device_list(text, version, ports=ports)).replace("'", "")
 
 
 @pytest.mark.parametrize(

@@ -6,25 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.lint.environment import Layer, Setting, parse_dump, parse_nccl_conf, read_text, shell_layer
-from hpcrun.tuning.lint.lint import Report, lint
-from hpcrun.tuning.lint.rank_environments import compare_ranks, rank_dump
-from hpcrun.tuning.lint.script_exports import parse_script
+from hpcrun.tuning.lint.environment import (
+    EnvironmentLayer,
+    VariableAssignment,
+    layer_from_environment,
+    parse_environment_dump,
+    parse_nccl_conf,
+    read_user_file,
+)
+from hpcrun.tuning.lint.lint import LintReport, lint_layers
+from hpcrun.tuning.lint.rank_environments import compare_rank_environments, parse_rank_environment
+from hpcrun.tuning.lint.script_exports import parse_script_exports
 from hpcrun.tuning.registry.registry import Version, parse_version
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 NEW = (2, 27, 5)
 
 
-def check(settings: str, version: str | None = "2.27.5") -> Report:
+def check(settings: str, version: str | None = "2.27.5") -> LintReport:
     """Lint of NAME=VALUE words, the common prefix left out."""
     pairs = [pair.partition("=") for pair in settings.split()]
     known = ("UCX_", "GLOO_", "OMPI_", "TORCH_", "FI_", "RDMAV_", "LD_", "CUDA_")
     names = {name if name.startswith(known) else f"NCCL_{name}": value for name, _, value in pairs}
-    return lint([shell_layer(names)], parse_version(version) if version else None)
+    return lint_layers([layer_from_environment(names)], parse_version(version) if version else None)
 
 
-def lines(report: Report) -> str:
+def lines(report: LintReport) -> str:
     return "\n".join(f"{one.level} {one.name.removeprefix('NCCL_')}: {one.text}" for one in report.findings)
 
 
@@ -225,8 +232,8 @@ def test_good_environments_are_not_complained_about(settings: str, version: str 
     assert not check(settings, version).has_errors
 
 
-def lint_file(name: str, version: Version = NEW) -> Report:
-    return lint([parse_dump(read_text(DATA / name), name, "env")], version)
+def lint_file(name: str, version: Version = NEW) -> LintReport:
+    return lint_layers([parse_environment_dump(read_user_file(DATA / name), name, "env")], version)
 
 
 def test_a_recipe_from_the_web() -> None:
@@ -259,14 +266,16 @@ def test_what_clouds_publish_has_no_errors(name: str) -> None:
 
 
 def test_an_image_s_configuration_file_is_in_order() -> None:
-    conf = parse_nccl_conf(read_text(DATA / "nccl.conf"), "/etc/nccl.conf")
-    assert lint([shell_layer({}), conf], NEW).findings == ()
+    conf = parse_nccl_conf(read_user_file(DATA / "nccl.conf"), "/etc/nccl.conf")
+    assert lint_layers([layer_from_environment({}), conf], NEW).findings == ()
 
 
 def test_findings_say_where_and_who_wins() -> None:
-    script = parse_script(read_text(DATA / "job.sbatch"), "job.sbatch")
+    script = parse_script_exports(read_user_file(DATA / "job.sbatch"), "job.sbatch")
     conf = parse_nccl_conf("NCCL_DEBUG=INFO\nNCCL_IB_SL=1\n", "/etc/nccl.conf")
-    report = lint([shell_layer({"NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "NVL"}), script, conf], NEW)
+    report = lint_layers(
+        [layer_from_environment({"NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "NVL"}), script, conf], NEW
+    )
     told = [str(one) for one in report.findings]
     assert "error    job.sbatch:10 NCCL_IB_TIMEOUT: is set without `export`, so that no rank sees it" in told
     assert "error    job.sbatch:16 NCCL_P2P_LEVEL: 'nvl' is ignored; write NVL, capitals count" in told
@@ -287,26 +296,31 @@ def test_findings_say_where_and_who_wins() -> None:
 
 
 def test_a_variable_that_the_shell_exports_stays_exported() -> None:
-    script = parse_script("NCCL_IB_TIMEOUT=22\n", "s")
-    assert "without `export`" in lines(lint([shell_layer({}), script], NEW))
-    assert "without `export`" not in lines(lint([shell_layer({"NCCL_IB_TIMEOUT": "20"}), script], NEW))
+    script = parse_script_exports("NCCL_IB_TIMEOUT=22\n", "s")
+    assert "without `export`" in lines(lint_layers([layer_from_environment({}), script], NEW))
+    assert "without `export`" not in lines(
+        lint_layers([layer_from_environment({"NCCL_IB_TIMEOUT": "20"}), script], NEW)
+    )
 
 
 def test_a_secret_is_never_printed() -> None:
     layers = [
-        shell_layer({"NCCL_PSK": "hush-hush" * 4}),
-        Layer("b", (Setting("NCCL_PSK", "psst", "b", "b"),)),
+        layer_from_environment({"NCCL_PSK": "hush-hush" * 4}),
+        EnvironmentLayer("b", (VariableAssignment("NCCL_PSK", "psst", "b", "b"),)),
     ]
-    report = lint(layers, None)
-    dumps = [rank_dump(layer) for layer in layers]
-    told = f"{lines(report)}{report.as_json()}{compare_ranks(dumps)}"
+    report = lint_layers(layers, None)
+    dumps = [parse_rank_environment(layer) for layer in layers]
+    told = f"{lines(report)}{report.as_json()}{compare_rank_environments(dumps)}"
     assert "hush" not in told
     assert "psst" not in told
 
 
 def ranks(*names: str) -> str:
-    dumps = [rank_dump(parse_dump(read_text(DATA / name), name, "env")) for name in names]
-    return "\n".join(f"{one.level} {one.name}: {one.text}" for one in compare_ranks(dumps))
+    dumps = [
+        parse_rank_environment(parse_environment_dump(read_user_file(DATA / name), name, "env"))
+        for name in names
+    ]
+    return "\n".join(f"{one.level} {one.name}: {one.text}" for one in compare_rank_environments(dumps))
 
 
 def test_ranks_that_agree_give_nothing() -> None:
@@ -324,20 +338,23 @@ def test_the_odd_rank_is_told() -> None:
     assert "NCCL_DEBUG_FILE" not in told
 
 
-def dump(**values: str) -> Layer:
-    return shell_layer(values, "-".join(values.values()))
+def dump(**values: str) -> EnvironmentLayer:
+    return layer_from_environment(values, "-".join(values.values()))
 
 
 def test_further_differences_between_ranks() -> None:
-    one = rank_dump(dump(HOSTNAME="a", RANK="0", NCCL_HOSTID="x", NCCL_SOCKET_IFNAME="eth0"))
-    same_node = rank_dump(dump(HOSTNAME="a", RANK="1", NCCL_HOSTID="x", NCCL_SOCKET_IFNAME="eth1"))
-    other = rank_dump(dump(HOSTNAME="b", RANK="2", NCCL_HOSTID="x", NCCL_SOCKET_IFNAME="eth0"))
-    told = [str(found) for found in compare_ranks([one, same_node, other])]
+    one = parse_rank_environment(dump(HOSTNAME="a", RANK="0", NCCL_HOSTID="x", NCCL_SOCKET_IFNAME="eth0"))
+    same_node = parse_rank_environment(
+        dump(HOSTNAME="a", RANK="1", NCCL_HOSTID="x", NCCL_SOCKET_IFNAME="eth1")
+    )
+    other = parse_rank_environment(dump(HOSTNAME="b", RANK="2", NCCL_HOSTID="x", NCCL_SOCKET_IFNAME="eth0"))
+    told = [str(found) for found in compare_rank_environments([one, same_node, other])]
     assert any("differs between ranks of one node (HOSTNAME=a)" in line for line in told)
     assert any(
         "'x' is the same on HOSTNAME=a, HOSTNAME=b: NCCL takes them for one node" in line for line in told
     )
     fewer = [
-        rank_dump(dump(HOSTNAME=host, NCCL_IB_HCA=hcas)) for host, hcas in (("a", "=m0,m1"), ("b", "=m0"))
+        parse_rank_environment(dump(HOSTNAME=host, NCCL_IB_HCA=hcas))
+        for host, hcas in (("a", "=m0,m1"), ("b", "=m0"))
     ]
-    assert "names different numbers of adapters" in str(compare_ranks(fewer)[0])
+    assert "names different numbers of adapters" in str(compare_rank_environments(fewer)[0])

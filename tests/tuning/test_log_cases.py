@@ -11,15 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from hpcrun.cli.tune import app
-from hpcrun.tuning.log.checks import judge_log
-from hpcrun.tuning.log.diagnosis import Diagnoses, diagnose
+from hpcrun.tuning.log.checks import check_nccl_log
+from hpcrun.tuning.log.diagnosis import LogDiagnoses, diagnose_nccl_log
 from hpcrun.tuning.log.nccl_log import parse_nccl_log
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 
 
-def judged(text: str) -> Diagnoses:
-    return diagnose(parse_nccl_log(text))
+def judged(text: str) -> LogDiagnoses:
+    return diagnose_nccl_log(parse_nccl_log(text))
 
 
 def ids(text: str) -> list[tuple[str, str, int]]:
@@ -356,8 +356,8 @@ def test_what_is_not_understood_is_never_told_as_healthy(text: str, tmp_path: Pa
 @pytest.mark.parametrize("path", sorted((DATA / "healthy").rglob("*.log")), ids=lambda path: path.stem)
 def test_healthy_logs_do_not_alarm(path: Path) -> None:
     log = parse_nccl_log(path.read_text(encoding="utf-8"))
-    assert [one for one in diagnose(log).found if one.meaning.level != "harmless"] == []
-    assert judge_log(log) == ()
+    assert [one for one in diagnose_nccl_log(log).found if one.meaning.level != "harmless"] == []
+    assert check_nccl_log(log) == ()
     assert log.errors == []
     assert log.nodes == (
         1 if path.stem.endswith("one") else 2 if log.release and log.release >= (2, 20) else None
@@ -365,11 +365,11 @@ def test_healthy_logs_do_not_alarm(path: Path) -> None:
 
 
 def test_the_table_is_made_by_words_and_files() -> None:
-    from hpcrun.tuning.log.nccl_messages import find_message, messages
+    from hpcrun.tuning.log.nccl_messages import find_nccl_message, load_nccl_messages
 
-    assert len(messages()) > 700
-    assert all(len(one.fragment.split()) <= 7 and one.first <= one.last for one in messages())
-    found = find_message("Trying to send to self without a matching recv", "enqueue.cc")
+    assert len(load_nccl_messages()) > 700
+    assert all(len(one.fragment.split()) <= 7 and one.first <= one.last for one in load_nccl_messages())
+    found = find_nccl_message("Trying to send to self without a matching recv", "enqueue.cc")
     assert found is not None
     assert (found.subsystem, found.whose, found.meaning) == ("argument", "ours", "call-order")
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.log.checks import judge_log
+from hpcrun.tuning.log.checks import check_nccl_log
 from hpcrun.tuning.log.nccl_log import parse_nccl_log
 
 LOGS = Path(__file__).parents[1] / "data" / "tuning"
 
 
 def told(text: str) -> list[str]:
-    return [f"{one.level} {one}" for one in judge_log(parse_nccl_log(text))]
+    return [f"{one.level} {one}" for one in check_nccl_log(parse_nccl_log(text))]
 
 
 def read(name: str) -> str:

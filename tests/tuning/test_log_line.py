@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.log.line import bare, split_prefix
+from hpcrun.tuning.log.line import split_log_prefix, strip_log_prefix
 from hpcrun.tuning.log.nccl_log import parse_nccl_log
-from hpcrun.tuning.policy.nccl_tests import Call, parse_nccl_tests
+from hpcrun.tuning.policy.nccl_tests import TimedCall, parse_nccl_tests
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 MESSAGES = (
@@ -70,7 +70,7 @@ PREFIXES = (
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_a_prefix_comes_off_every_message(prefix: str) -> None:
     for message in MESSAGES:
-        assert bare(prefix + message).strip() == message.strip()
+        assert strip_log_prefix(prefix + message).strip() == message.strip()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_prefix_comes_off_every_message(prefix: str) -> None:
     ],
 )
 def test_what_is_no_prefix_stays(message: str) -> None:
-    assert split_prefix(message) == ("", message)
+    assert split_log_prefix(message) == ("", message)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -109,7 +109,10 @@ def test_tagged_timings_have_the_collective_s_own_name() -> None:
     tagged = (DATA / "nccl-tests" / "tagged-2.18.txt").read_text(encoding="utf-8")
     for text in (tagged, tagged.replace("[1,0]<stdout>:", "0: "), tagged.replace("[1,0]<stdout>:", "")):
         found = parse_nccl_tests(text)
-        assert set(found.times_us) == {Call("all_reduce", 2097152, False), Call("all_reduce", 2097152, True)}
+        assert set(found.times_us) == {
+            TimedCall("all_reduce", 2097152, False),
+            TimedCall("all_reduce", 2097152, True),
+        }
         assert found.nodes == ("sled1", "sled2")
         assert found.nccl == (2, 29, 7)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.host.checks import Question, check
-from hpcrun.tuning.host.doctor_report import examine
-from hpcrun.tuning.host.fleet import compare
-from hpcrun.tuning.host.node_report import look
-from hpcrun.tuning.lint.named_files import named_files
+from hpcrun.tuning.host.checks import HostCheckInput, check_host
+from hpcrun.tuning.host.doctor_report import examine_host
+from hpcrun.tuning.host.fleet import compare_nodes
+from hpcrun.tuning.host.node_report import read_host_report
+from hpcrun.tuning.lint.named_files import find_named_files
 from tests.tuning.trees import lay_out
 
 TOPOLOGY = """<system version="1"><cpu numaid="0"><pci busid="{gpu}" class="0x030200"/>
@@ -31,7 +31,7 @@ def node(root: Path, conf: str, **files: str) -> Path:
 
 
 def told(root: Path) -> list[str]:
-    found = check(Question(look(root), NetworkSpec()))
+    found = check_host(HostCheckInput(read_host_report(root), NetworkSpec()))
     return [f"{one.level} {one.subject}: {one.text}" for one in found if one.check == "file"]
 
 
@@ -106,7 +106,7 @@ def test_the_environment_and_what_jobs_are_advised_name_files_too(tmp_path: Path
     root = node(tmp_path / "n1", "")
     (root / "proc/self/environ").write_text("NCCL_CONF_FILE=/x/mine\0NCCL_DEBUG=INFO\0")
     (root / "x/mine").write_text("NCCL_TUNER_CONFIG_FILE=/x/tuner.csv\n")
-    host = look(root, advised={"NCCL_TOPO_FILE": "/x/topo.xml"})
+    host = read_host_report(root, advised={"NCCL_TOPO_FILE": "/x/topo.xml"})
     lacking = {one.variable: one.where for one in host.files if one.lacks}
     assert lacking == {"NCCL_TOPO_FILE": "", "NCCL_TUNER_CONFIG_FILE": f"{root}/x/mine:1"}
 
@@ -116,8 +116,8 @@ def test_a_file_that_differs_between_nodes_is_named(tmp_path: Path) -> None:
     for name, nic in (("n1", "mlx5_0"), ("n2", "mlx5_0"), ("n3", "mlx5_1")):
         text = TOPOLOGY.format(gpu="0000:17:00.0", nic=nic)
         root = node(tmp_path / name, "NCCL_TOPO_FILE=/x/topo.xml\n", **{"topo.xml": text})
-        reports[name] = examine(Question(look(root), NetworkSpec())).as_json()
-    lines = [str(one) for one in compare(reports) if one.check == "content"]
+        reports[name] = examine_host(HostCheckInput(read_host_report(root), NetworkSpec())).as_json()
+    lines = [str(one) for one in compare_nodes(reports) if one.check == "content"]
     assert len(lines) == 1
     assert lines[0].startswith("n3: NCCL_TOPO_FILE /x/topo.xml: content is ")
 
@@ -129,4 +129,4 @@ def test_odd_values_are_no_error(tmp_path: Path) -> None:
         "NCCL_GRAPH_FILE": "~/x",
         "NCCL_DEBUG_FILE": "x",
     }
-    assert [one.state for one in named_files(values, tmp_path)] in (["relative"], ["unreadable"], [])
+    assert [one.state for one in find_named_files(values, tmp_path)] in (["relative"], ["unreadable"], [])

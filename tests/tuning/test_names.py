@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.fabric.ports import Interface
-from hpcrun.tuning.registry.device_names import parse_devices, render_names, socket_choice
+from hpcrun.fabric.ports import NetworkInterface
+from hpcrun.tuning.registry.device_names import choose_socket_interface, parse_device_list, render_exact_names
 
 
 @pytest.mark.parametrize(
@@ -20,24 +20,24 @@ from hpcrun.tuning.registry.device_names import parse_devices, render_names, soc
     ],
 )
 def test_lists(text: str, taken: list[str], left: list[str]) -> None:
-    names = parse_devices(text)
+    names = parse_device_list(text)
     assert [name for name in (*taken, *left) if names.takes(name, 1)] == taken
-    assert parse_devices("").takes("eth0")
-    assert not parse_devices("^").entries
+    assert parse_device_list("").takes("eth0")
+    assert not parse_device_list("^").entries
 
 
 def test_a_port_s_number_counts() -> None:
-    names = parse_devices("=mlx5_0:2,mlx5_1")
+    names = parse_device_list("=mlx5_0:2,mlx5_1")
     assert names.takes("mlx5_1", 2)
     assert [names.takes("mlx5_0", port) for port in (1, 2)] == [False, True]
 
 
 def test_what_is_rendered_takes_just_these() -> None:
-    assert render_names(["mlx5_0", "mlx5_1"]) == "=mlx5_0,mlx5_1"
+    assert render_exact_names(["mlx5_0", "mlx5_1"]) == "=mlx5_0,mlx5_1"
 
 
-def faces(*names: str) -> list[Interface]:
-    return [Interface(name, networks=("10.0.0.1/24",)) for name in names]
+def faces(*names: str) -> list[NetworkInterface]:
+    return [NetworkInterface(name, networks=("10.0.0.1/24",)) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def faces(*names: str) -> list[Interface]:
     ],
 )
 def test_sockets(there: list[str], text: str, version: tuple[int, ...] | None, chosen: str | None) -> None:
-    found = socket_choice(faces(*there), text, version)
+    found = choose_socket_interface(faces(*there), text, version)
     assert (found.name if found else None) == chosen
 
 
 def test_an_interface_without_an_address_is_no_choice() -> None:
-    assert socket_choice([Interface("ib0"), *faces("eth0")]) == faces("eth0")[0]
+    assert choose_socket_interface([NetworkInterface("ib0"), *faces("eth0")]) == faces("eth0")[0]

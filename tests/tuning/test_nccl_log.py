@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.log.diagnosis import LEVELS, diagnose, patterns
-from hpcrun.tuning.log.nccl_log import Chosen, NcclLog, machine_of, parse_nccl_log
-from hpcrun.tuning.model.nccl_model import Expected, Graph, expectations
+from hpcrun.tuning.log.diagnosis import MEANING_LEVELS, diagnose_nccl_log, log_patterns
+from hpcrun.tuning.log.nccl_log import AlgorithmChoice, NcclLog, machine_from_log, parse_nccl_log
+from hpcrun.tuning.model.nccl_model import ExpectedPerformance, NcclGraph, predict_nccl_performance
 
 DATA = Path(__file__).parents[1] / "data" / "tuning"
 
@@ -27,17 +27,17 @@ def test_a_log_with_blocks_of_three() -> None:
     assert found.ways == {"NET/Socket/0": 3}
     assert found.env == {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_P2P_DISABLE": "1"}
     assert found.tuner is None
-    assert found.graphs["tree"] == Graph(2, 2.4, 1.2, "LOC", "PHB", balanced=False)
-    assert found.table["allgather", "PAT", "Simple"] == Expected(17.6, 3.6)
+    assert found.graphs["tree"] == NcclGraph(2, 2.4, 1.2, "LOC", "PHB", balanced=False)
+    assert found.table["allgather", "PAT", "Simple"] == ExpectedPerformance(17.6, 3.6)
     assert ("allreduce", "Ring", "LL128") not in found.table, "without bandwidth it is not taken"
-    assert found.chosen[Chosen("Broadcast", 1048576, "Ring", "Simple", 4)] == 2
+    assert found.chosen[AlgorithmChoice("Broadcast", 1048576, "Ring", "Simple", 4)] == 2
 
 
 def test_graphs_of_a_log_give_the_table_of_the_same_log() -> None:
     found = log("2.29-sockets")
-    machine, _ = machine_of(found, "log", None, None, 120)
+    machine, _ = machine_from_log(found, "log", None, None, 120)
     for collective in ("broadcast", "reduce", "allgather", "reducescatter", "allreduce"):
-        ours = expectations(machine, collective)
+        ours = predict_nccl_performance(machine, collective)
         printed = found.expectations(collective)
         assert {key: (round(one.latency_us, 1), round(one.bw_GBps, 1)) for key, one in ours.items()} == {
             key: (one.latency_us, one.bw_GBps) for key, one in printed.items()
@@ -48,8 +48,8 @@ def test_a_log_with_one_row_of_algorithms() -> None:
     found = log("2.18")
     assert found.version == "2.18.5"
     assert (found.ranks, found.nodes) == (16, None)
-    assert found.table["allreduce", "Ring", "Simple"] == Expected(141.6, 25.6)
-    assert found.table["allreduce", "Tree", "LL"] == Expected(25.2, 5.9)
+    assert found.table["allreduce", "Ring", "Simple"] == ExpectedPerformance(141.6, 25.6)
+    assert found.table["allreduce", "Tree", "LL"] == ExpectedPerformance(25.2, 5.9)
     assert found.ways == {"NET/IB/0/GDRDMA": 1, "P2P/IPC/read": 1}
     assert found.chosen == Counter()
 
@@ -61,16 +61,16 @@ def test_lists_of_devices_are_read_as_well() -> None:
 
 def test_numbers_stand_for_names() -> None:
     assert set(log("2.22").chosen) == {
-        Chosen("unknown", 16384, "Ring", "LL", None, 31.200001),
-        Chosen("AllGather", 37756928, "Ring", "Simple", None, 2860.208008),
-        Chosen("AllReduce", 8388608, "NVLSTree", "Simple", None, 97.099998),
-        Chosen("AllReduce", 64, "9", "7", None, 1.0),
+        AlgorithmChoice("unknown", 16384, "Ring", "LL", None, 31.200001),
+        AlgorithmChoice("AllGather", 37756928, "Ring", "Simple", None, 2860.208008),
+        AlgorithmChoice("AllReduce", 8388608, "NVLSTree", "Simple", None, 97.099998),
+        AlgorithmChoice("AllReduce", 64, "9", "7", None, 1.0),
     }
 
 
 def test_the_newest_says_it_in_two_lines() -> None:
     found = log("2.31")
-    assert set(found.chosen) == {Chosen("AllReduce", 67108864, "NVLSTree", "Simple", 8, 465.799988)}
+    assert set(found.chosen) == {AlgorithmChoice("AllReduce", 67108864, "NVLSTree", "Simple", 8, 465.799988)}
     assert found.tuner == "libnccl-ofi-tuner.so"
 
 
@@ -85,7 +85,7 @@ a:1:1 [0] NCCL INFO TUNER/Plugin: Could not find: libnccl-tuner.so. Using intern
 a:1:1 [0] NCCL INFO NVLS multicast support is not available on dev 0
 a:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 8 cudaDev 0 busId 1000 - Init COMPLETE
 """
-    found = diagnose(parse_nccl_log(quiet))
+    found = diagnose_nccl_log(parse_nccl_log(quiet))
     assert {one.meaning.level for one in found.found} == {"harmless"}
 
 
@@ -133,22 +133,22 @@ a:1:1 [0] NCCL INFO comm 0x1 rank 0 nranks 8 cudaDev 0 busId 1000 - Init COMPLET
 def test_every_warning_has_its_meaning(text: str, id_: str) -> None:
     info = id_ == "gdr-off"
     line = f"h:1:2 [3] {'' if info else 'some/file.cc:12 '}NCCL {'INFO' if info else 'WARN'} {text}\n"
-    (found,) = diagnose(parse_nccl_log(line * 3)).found
+    (found,) = diagnose_nccl_log(parse_nccl_log(line * 3)).found
     assert (found.meaning.id, found.times, found.line) == (id_, 3, 1)
     assert found.text == text
 
 
 def test_the_worst_comes_first() -> None:
-    levels = [one.meaning.level for one in diagnose(log("2.18")).found]
+    levels = [one.meaning.level for one in diagnose_nccl_log(log("2.18")).found]
     assert levels == ["error", "unknown", "follows", "harmless", "harmless", "harmless"]
 
 
 def test_the_table_is_whole() -> None:
-    ids = [one.meaning.id for one in patterns()]
+    ids = [one.meaning.id for one in log_patterns()]
     assert len(ids) == len({*ids})
-    for one in patterns():
+    for one in log_patterns():
         meaning = one.meaning
-        assert meaning.level in LEVELS
+        assert meaning.level in MEANING_LEVELS
         assert meaning.confidence in ("high", "medium", "low")
         assert meaning.meaning
         assert meaning.remedy
@@ -167,15 +167,15 @@ def test_odd_texts_give_little_and_no_error(text: str) -> None:
 
 def test_what_a_log_does_not_tell_is_asked_for() -> None:
     with pytest.raises(UsageError, match="x: does not tell nodes and ranks; add --nodes"):
-        machine_of(log("2.18"), "x", None, None, 80)
+        machine_from_log(log("2.18"), "x", None, None, 80)
     with pytest.raises(UsageError, match="x: has neither NCCL's table nor its graphs"):
-        machine_of(log("2.22"), "x", 2, 8, 80)
+        machine_from_log(log("2.22"), "x", 2, 8, 80)
     with pytest.raises(UsageError, match="x: its table is of 16 ranks, not of 32"):
-        machine_of(log("2.18"), "x", 4, 8, 80)
+        machine_from_log(log("2.18"), "x", 4, 8, 80)
     bare = log("2.29-sockets")
     bare.table.clear()
     with pytest.raises(UsageError, match="x: does not tell which GPUs these are"):
-        machine_of(bare, "x", None, None, None)
-    machine, notes = machine_of(log("2.18"), "x", 2, None, None)
+        machine_from_log(bare, "x", None, None, None)
+    machine, notes = machine_from_log(log("2.18"), "x", 2, None, None)
     assert (machine.nodes, machine.per_node) == (2, 8)
     assert notes == ["the GPUs are not known: taken as sm80 or newer"]

@@ -10,27 +10,34 @@ import pytest
 
 from hpcrun.errors import UsageError
 from hpcrun.tuning.model.nccl_constants import TREE_BY_SIZE, Algo, Proto
-from hpcrun.tuning.model.nccl_model import Cpu, Graph, Machine, NcclCollective, expectations, time_us
+from hpcrun.tuning.model.nccl_model import (
+    CpuVendor,
+    NcclCollective,
+    NcclGraph,
+    NcclMachine,
+    expected_time_us,
+    predict_nccl_performance,
+)
 from hpcrun.tuning.model.platforms import find_platform
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 Choice = tuple[Algo, Proto]
 
 
-def machine(nodes: int, platform: str = "h100-ib400") -> Machine:
+def machine(nodes: int, platform: str = "h100-ib400") -> NcclMachine:
     found = find_platform(platform).machine(nodes, 8, (2, 30))
     assert found is not None
     return found
 
 
-def best(of: Machine, size: float, collective: NcclCollective = "allreduce") -> tuple[Choice, float]:
-    known = expectations(of, collective)
-    times = {one: time_us(of, collective, one, expected, size) for one, expected in known.items()}
+def best(of: NcclMachine, size: float, collective: NcclCollective = "allreduce") -> tuple[Choice, float]:
+    known = predict_nccl_performance(of, collective)
+    times = {one: expected_time_us(of, collective, one, expected, size) for one, expected in known.items()}
     winner = min(times, key=lambda one: times[one])
     return winner, times[winner]
 
 
-def changes(of: Machine) -> Iterator[tuple[str, float]]:
+def changes(of: NcclMachine) -> Iterator[tuple[str, float]]:
     """From which of the sizes 2**(k/8) on what wins; going back for less than a doubling does not count."""
     sizes = [2.0 ** (step / 8) for step in range(80, 8 * 36 + 1)]
     winners = ["/".join(best(of, size)[0]) for size in sizes]
@@ -81,13 +88,13 @@ def test_bus_bandwidths(nodes: int, size: int, busbw: float) -> None:
     assert size / time / 1e3 * 2 * (of.ranks - 1) / of.ranks == pytest.approx(busbw, abs=0.55)
 
 
-SOCKETS = Machine(
+SOCKETS = NcclMachine(
     2,
     1,
     120,
     {
-        "ring": Graph(2, 1.2, 1.2, "LOC", "PHB"),
-        "tree": Graph(2, 2.4, 1.2, "LOC", "PHB", balanced=False),
+        "ring": NcclGraph(2, 1.2, 1.2, "LOC", "PHB"),
+        "tree": NcclGraph(2, 2.4, 1.2, "LOC", "PHB", balanced=False),
     },
 )
 
@@ -115,7 +122,7 @@ SOCKETS = Machine(
 def test_the_table_that_nccl_2_29_has_printed(
     collective: NcclCollective, row: dict[Choice, tuple[float, float]]
 ) -> None:
-    found = expectations(SOCKETS, collective)
+    found = predict_nccl_performance(SOCKETS, collective)
     assert {key: (round(one.latency_us, 1), round(one.bw_GBps, 1)) for key, one in found.items()} == row
 
 
@@ -126,13 +133,16 @@ def test_the_choices_that_nccl_2_29_has_made() -> None:
 
 def test_what_is_not_eligible_has_no_time() -> None:
     of = machine(4)
-    assert {algo for algo, _ in expectations(of, "broadcast")} == {"Ring"}
-    assert {algo for algo, _ in expectations(of, "allgather")} == {"Ring"}
-    assert {algo for algo, _ in expectations(of, "allreduce")} == {"Ring", "Tree", "NVLSTree"}
-    assert {algo for algo, _ in expectations(machine(1), "allgather")} == {"Ring", "NVLS"}
-    assert {algo for algo, _ in expectations(replace(of, per_node=1), "reducescatter")} == {"Ring", "PAT"}
-    sharp = replace(of, collnet=True, graphs={**of.graphs, "collnet": Graph(8, 48, 48)})
-    assert {algo for algo, _ in expectations(sharp, "allreduce")} == {
+    assert {algo for algo, _ in predict_nccl_performance(of, "broadcast")} == {"Ring"}
+    assert {algo for algo, _ in predict_nccl_performance(of, "allgather")} == {"Ring"}
+    assert {algo for algo, _ in predict_nccl_performance(of, "allreduce")} == {"Ring", "Tree", "NVLSTree"}
+    assert {algo for algo, _ in predict_nccl_performance(machine(1), "allgather")} == {"Ring", "NVLS"}
+    assert {algo for algo, _ in predict_nccl_performance(replace(of, per_node=1), "reducescatter")} == {
+        "Ring",
+        "PAT",
+    }
+    sharp = replace(of, collnet=True, graphs={**of.graphs, "collnet": NcclGraph(8, 48, 48)})
+    assert {algo for algo, _ in predict_nccl_performance(sharp, "allreduce")} == {
         "Ring",
         "Tree",
         "NVLS",
@@ -140,20 +150,25 @@ def test_what_is_not_eligible_has_no_time() -> None:
         "CollNetDirect",
         "CollNetChain",
     }
-    assert expectations(Machine(1, 1, 90, of.graphs), "allreduce") == {}
-    assert {algo for algo, _ in expectations(replace(of, capability=80), "allreduce")} == {"Ring", "Tree"}
+    assert predict_nccl_performance(NcclMachine(1, 1, 90, of.graphs), "allreduce") == {}
+    assert {algo for algo, _ in predict_nccl_performance(replace(of, capability=80), "allreduce")} == {
+        "Ring",
+        "Tree",
+    }
 
 
 def test_collnet_by_hand() -> None:
     """8 GPUs a node, 4 channels: factor 2 less half of what is over one, and 0.85 from Hopper on."""
-    graphs = {"collnet": Graph(4, 40, 45)}
-    found = expectations(Machine(4, 8, 90, graphs, collnet=True), "allreduce")
+    graphs = {"collnet": NcclGraph(4, 40, 45)}
+    found = predict_nccl_performance(NcclMachine(4, 8, 90, graphs, collnet=True), "allreduce")
     direct, chain = found["CollNetDirect", "Simple"], found["CollNetChain", "Simple"]
     assert direct.bw_GBps == pytest.approx(160 / 1.5 * 0.85 / 2)
     assert direct.latency_us == pytest.approx(2 * (3.7 + 7 * 0.4) + 31)
     assert chain.bw_GBps == pytest.approx(80)
     assert chain.latency_us == pytest.approx(2 * 7 * 2.8 + 30)
-    gather = expectations(Machine(4, 8, 90, graphs, collnet=True), "allgather")["CollNetDirect", "Simple"]
+    gather = predict_nccl_performance(NcclMachine(4, 8, 90, graphs, collnet=True), "allgather")[
+        "CollNetDirect", "Simple"
+    ]
     assert gather.bw_GBps == pytest.approx(8 * min(40, 0.9 * 45))
 
 
@@ -172,23 +187,23 @@ def test_collnet_by_hand() -> None:
 def test_ll128_only_where_it_is_safe(
     capability: int, mixed: bool, inside: str, between: str, there: bool
 ) -> None:
-    of = Machine(2, 8, capability, {"ring": Graph(2, 20, 20, inside, between)}, mixed=mixed)
-    assert (("Ring", "LL128") in expectations(of, "allreduce")) is there
+    of = NcclMachine(2, 8, capability, {"ring": NcclGraph(2, 20, 20, inside, between)}, mixed=mixed)
+    assert (("Ring", "LL128") in predict_nccl_performance(of, "allreduce")) is there
 
 
 def test_cpus_nics_and_versions_change_what_they_should() -> None:
     of = machine(4)
-    plain = expectations(of, "allreduce")
-    amd = expectations(replace(of, cpu="amd"), "allreduce")
+    plain = predict_nccl_performance(of, "allreduce")
+    amd = predict_nccl_performance(replace(of, cpu="amd"), "allreduce")
     assert amd["Tree", "LL"].bw_GBps == pytest.approx(19 / 2)
     assert plain["Tree", "LL"].bw_GBps == pytest.approx(20.4 / 2)
-    far = expectations(replace(of, nic_latency_us=35), "allreduce")
+    far = predict_nccl_performance(replace(of, nic_latency_us=35), "allreduce")
     # Simple waits once more, for the flush; a ring of four nodes crosses six times.
     assert far["Ring", "LL"].latency_us - plain["Ring", "LL"].latency_us == pytest.approx(6 * 35)
     assert far["Ring", "Simple"].latency_us - plain["Ring", "Simple"].latency_us == pytest.approx(6 * 70)
-    pair = Machine(2, 8, 90, {"ring": Graph(8, 40, 20)})
-    new = expectations(replace(pair, version=(2, 31)), "allreduce")["Ring", "Simple"].bw_GBps
-    assert expectations(pair, "allreduce")["Ring", "Simple"].bw_GBps == pytest.approx(2 * new)
+    pair = NcclMachine(2, 8, 90, {"ring": NcclGraph(8, 40, 20)})
+    new = predict_nccl_performance(replace(pair, version=(2, 31)), "allreduce")["Ring", "Simple"].bw_GBps
+    assert predict_nccl_performance(pair, "allreduce")["Ring", "Simple"].bw_GBps == pytest.approx(2 * new)
 
 
 @pytest.mark.parametrize(
@@ -196,21 +211,21 @@ def test_cpus_nics_and_versions_change_what_they_should() -> None:
     [(100, "intel", 0.5), (100, "amd", 0.5), (100, "arm", 1.0), (90, "intel", 1.0)],
 )
 def test_nvls_trees_of_blackwell_on_x86_lose_by_size_as_trees_do(
-    capability: int, cpu: Cpu, remains: float
+    capability: int, cpu: CpuVendor, remains: float
 ) -> None:
     of = replace(machine(4), capability=capability, cpu=cpu)
-    expected = expectations(of, "allreduce")["NVLSTree", "Simple"]
+    expected = predict_nccl_performance(of, "allreduce")["NVLSTree", "Simple"]
     size = 64 * 2**11
-    taken = time_us(of, "allreduce", ("NVLSTree", "Simple"), expected, size) - expected.latency_us
+    taken = expected_time_us(of, "allreduce", ("NVLSTree", "Simple"), expected, size) - expected.latency_us
     assert taken == pytest.approx(size / 1000 / expected.bw_GBps / remains)
 
 
 def test_a_plateau_of_large_rings_between_nodes() -> None:
     of = machine(4)
-    expected = expectations(of, "allreduce")["Ring", "Simple"]
+    expected = predict_nccl_performance(of, "allreduce")["Ring", "Simple"]
     edge = 64 * 8 * 32
     low, high = (
-        time_us(of, "allreduce", ("Ring", "Simple"), expected, size) - size / 1000 / expected.bw_GBps
+        expected_time_us(of, "allreduce", ("Ring", "Simple"), expected, size) - size / 1000 / expected.bw_GBps
         for size in (edge - 1, edge)
     )
     assert low == pytest.approx(expected.latency_us)
@@ -218,7 +233,7 @@ def test_a_plateau_of_large_rings_between_nodes() -> None:
 
 
 def test_a_way_of_no_known_kind_is_refused() -> None:
-    of = Machine(2, 8, 90, {"ring": Graph(2, 20, 20, "XGMI", "PIX")})
+    of = NcclMachine(2, 8, 90, {"ring": NcclGraph(2, 20, 20, "XGMI", "PIX")})
     with pytest.raises(UsageError, match="XGMI: is no kind of way"):
-        expectations(of, "allreduce")
+        predict_nccl_performance(of, "allreduce")
     assert all(len(row) == 23 for row in TREE_BY_SIZE.values())

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.policy.nccl_tests import Call, Timings, parse_nccl_tests, version_of_code
+from hpcrun.tuning.policy.nccl_tests import NcclTestTimings, TimedCall, parse_nccl_tests, version_from_code
 
 OUTPUTS = Path(__file__).parents[1] / "data" / "tuning" / "nccl-tests"
 
 
-def read(name: str) -> Timings:
+def read(name: str) -> NcclTestTimings:
     return parse_nccl_tests((OUTPUTS / f"{name}.txt").read_text(encoding="utf-8"))
 
 
@@ -20,22 +20,22 @@ def test_a_new_output_tells_everything() -> None:
     assert found.nccl == (2, 28, 9)
     assert (found.nodes, found.ranks, found.ranks_per_node) == (("n01", "n02"), 8, 4)
     assert {call.size_bytes for call in found.times_us} == {2**20, 2**24, 2**28}
-    assert found.times_us[Call("all_reduce", 2**28, False)] == (1406.2,)
-    assert found.times_us[Call("all_reduce", 2**28, True)] == (1404.8,)
-    assert found.busbw_GBps[Call("all_reduce", 2**28, False)] == (334.06,)
+    assert found.times_us[TimedCall("all_reduce", 2**28, False)] == (1406.2,)
+    assert found.times_us[TimedCall("all_reduce", 2**28, True)] == (1404.8,)
+    assert found.busbw_GBps[TimedCall("all_reduce", 2**28, False)] == (334.06,)
     assert (found.is_wrong, found.unchecked, found.mixed) == (False, False, "")
 
 
 def test_alltoall_in_place_is_not_a_time_that_means_something() -> None:
     found = read("alltoall-2.13")
     assert found.nccl == (2, 19, 3)
-    assert set(found.times_us) == {Call("", size, False) for size in (2**20, 2**23, 2**26)}
+    assert set(found.times_us) == {TimedCall("", size, False) for size in (2**20, 2**23, 2**26)}
 
 
 def test_an_old_output_has_errors_that_are_not_wrong() -> None:
     found = read("reduce-scatter-2.0")
     assert (found.nccl, found.nodes, found.ranks) == ((2, 8, 4), ("n01", "n02"), 4)
-    assert found.times_us[Call("", 2**26, True)] == (2388.0,)
+    assert found.times_us[TimedCall("", 2**26, True)] == (2388.0,)
     assert not found.is_wrong
     text = (OUTPUTS / "reduce-scatter-2.0.txt").read_text(encoding="utf-8")
     assert parse_nccl_tests(text.replace("values : 0 OK", "values : 7 FAILED")).is_wrong
@@ -45,7 +45,7 @@ def test_an_old_output_has_errors_that_are_not_wrong() -> None:
 
 def test_further_columns_cycles_and_wrong_values() -> None:
     found = read("reduce-scatter-wrong-2.18")
-    call = Call("reduce_scatter", 2**22, False)
+    call = TimedCall("reduce_scatter", 2**22, False)
     assert found.times_us[call] == (71.2, 71.6, 75.0)
     assert found.median_us(call) == 71.6
     assert found.times_us[call._replace(in_place=True)] == (70.8, 71.0, 71.2)
@@ -92,4 +92,4 @@ def test_no_output_is_an_empty_run(text: str) -> None:
     ("code", "release"), [(22809, (2, 28, 9)), (23007, (2, 30, 7)), (2804, (2, 8, 4)), (21903, (2, 19, 3))]
 )
 def test_releases_by_their_number(code: int, release: tuple[int, ...]) -> None:
-    assert version_of_code(code) == release
+    assert version_from_code(code) == release

@@ -10,19 +10,33 @@ import pytest
 
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.specs.cluster import ClusterSpec
-from hpcrun.specs.settings import Setting
-from hpcrun.tuning.advice import Situation, advise
-from hpcrun.tuning.fabrics import kinds
-from hpcrun.tuning.job_settings import corrupting
-from hpcrun.tuning.policy.entry import Run, Stated, append_row, make_row, with_row
+from hpcrun.specs.settings import CommSetting
+from hpcrun.tuning.advice import AdviceContext, advise_settings
+from hpcrun.tuning.fabrics import load_fabric_kinds
+from hpcrun.tuning.job_settings import find_corrupting_settings
+from hpcrun.tuning.policy.entry import (
+    BenchmarkRun,
+    StatedConditions,
+    append_policy_row,
+    insert_policy_row,
+    make_policy_row,
+)
 from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
-from hpcrun.tuning.policy.policy import Demand, RowSpec, choose, gains, lacks, load_policy, parse_policy
+from hpcrun.tuning.policy.policy import (
+    PolicyRequest,
+    PolicyRowSpec,
+    choose_measured_settings,
+    load_policy,
+    measured_gains,
+    parse_policy,
+    why_inconclusive,
+)
 from hpcrun.tuning.registry.nccl_grammar import forces_ll128
 
 OUTPUTS = Path(__file__).parents[1] / "data" / "tuning" / "nccl-tests"
 QPS = "NCCL_IB_QPS_PER_CONNECTION"
 NOISE = (0.99, 1.0, 1.01, 0.995, 1.005, 1.003, 1.002, 0.998)
-JOB = Demand((2, 28, 9), 4, 8)
+JOB = PolicyRequest((2, 28, 9), 4, 8)
 
 
 def call(speedup: float, size_bytes: int = 2**28, pairs: int = 8, **more: Any) -> dict[str, Any]:
@@ -37,7 +51,7 @@ def call(speedup: float, size_bytes: int = 2**28, pairs: int = 8, **more: Any) -
     }
 
 
-def row(*measured: dict[str, Any], **changes: Any) -> RowSpec:
+def row(*measured: dict[str, Any], **changes: Any) -> PolicyRowSpec:
     content: dict[str, Any] = {
         "set": {QPS: "4"},
         "nccl": "2.28.7",
@@ -47,16 +61,16 @@ def row(*measured: dict[str, Any], **changes: Any) -> RowSpec:
         "when": "2026-11-30",
         "by": "anna",
     }
-    return RowSpec.model_validate(content | changes)
+    return PolicyRowSpec.model_validate(content | changes)
 
 
-def chosen(*rows: RowSpec, demand: Demand = JOB) -> tuple[dict[str, str], str]:
-    settings, notes = choose(rows, demand, "policy.yaml")
+def chosen(*rows: PolicyRowSpec, demand: PolicyRequest = JOB) -> tuple[dict[str, str], str]:
+    settings, notes = choose_measured_settings(rows, demand, "policy.yaml")
     return {one.name: one.value for one in settings}, "\n".join(notes)
 
 
 def test_a_measured_gain_becomes_a_setting_with_its_figures_and_its_row() -> None:
-    settings, notes = choose([row(call(1.2), call(1.0, 2**20))], JOB, "policy.yaml")
+    settings, notes = choose_measured_settings([row(call(1.2), call(1.0, 2**20))], JOB, "policy.yaml")
     assert notes == ()
     assert [(one.name, one.value, one.needs) for one in settings] == [(QPS, "4", "NCCL 2.28")]
     assert settings[0].reason.startswith("1.2 times as fast in all_reduce of 256 MiB (95 %: 1.19 to 1.2")
@@ -88,13 +102,13 @@ def test_a_loss_within_three_in_a_hundred_at_a_size_does_not_forbid_a_gain() -> 
 @pytest.mark.parametrize(
     ("demand", "why"),
     [
-        (Demand(None, 4, 8), "which NCCL the job loads is not known, and it was measured with 2.28"),
-        (Demand((2, 27, 7), 4, 8), "it was measured with NCCL 2.28, this is 2.27.7"),
-        (Demand((2, 28, 9), 5, 8), "it was measured on 4 nodes, the job has 5"),
-        (Demand((2, 28, 9), 4, 4), "it was measured with 8 ranks a node, the job has 4"),
+        (PolicyRequest(None, 4, 8), "which NCCL the job loads is not known, and it was measured with 2.28"),
+        (PolicyRequest((2, 27, 7), 4, 8), "it was measured with NCCL 2.28, this is 2.27.7"),
+        (PolicyRequest((2, 28, 9), 5, 8), "it was measured on 4 nodes, the job has 5"),
+        (PolicyRequest((2, 28, 9), 4, 4), "it was measured with 8 ranks a node, the job has 4"),
     ],
 )
-def test_what_was_measured_elsewhere_is_not_used(demand: Demand, why: str) -> None:
+def test_what_was_measured_elsewhere_is_not_used(demand: PolicyRequest, why: str) -> None:
     settings, notes = chosen(row(), demand=demand)
     assert settings == {}
     assert notes == f"{QPS}=4 is not set (policy.yaml, row 1): {why}"
@@ -102,8 +116,10 @@ def test_what_was_measured_elsewhere_is_not_used(demand: Demand, why: str) -> No
 
 def test_between_the_measured_numbers_of_nodes_a_row_holds() -> None:
     wide = row(call(1.2, nodes=2), call(1.2, nodes=16), nodes=[2, 16])
-    assert [chosen(wide, demand=Demand((2, 28), nodes, 8))[0] for nodes in (2, 9, 16)] == [{QPS: "4"}] * 3
-    assert chosen(wide, demand=Demand((2, 28), 17, 8))[0] == {}
+    assert [chosen(wide, demand=PolicyRequest((2, 28), nodes, 8))[0] for nodes in (2, 9, 16)] == [
+        {QPS: "4"}
+    ] * 3
+    assert chosen(wide, demand=PolicyRequest((2, 28), 17, 8))[0] == {}
 
 
 def test_lint_has_the_last_word() -> None:
@@ -129,8 +145,8 @@ def test_ll128_is_never_forced_however_well_it_was_measured(value: str) -> None:
     settings, notes = chosen(row(set={"NCCL_PROTO": value}))
     assert settings == {}
     assert "it would turn LL128 on where NCCL has it off" in notes
-    measured = Setting("NCCL_PROTO", value, "1.3 times as fast", "policy.yaml, row 1")
-    advised = advise(Situation(ClusterSpec(name="c"), 4, measured=(measured,), nccl=JOB.nccl))
+    measured = CommSetting("NCCL_PROTO", value, "1.3 times as fast", "policy.yaml, row 1")
+    advised = advise_settings(AdviceContext(ClusterSpec(name="c"), 4, measured=(measured,), nccl=JOB.nccl))
     assert advised.environment() == {}
     assert "is left out: it would turn LL128 on" in "\n".join(advised.notes)
 
@@ -141,17 +157,21 @@ def test_a_choice_without_ll128_is_set(value: str) -> None:
 
 
 def test_no_fabric_of_ours_forces_ll128() -> None:
-    given = [(kind.name, one) for kind in kinds().values() for one in kind.settings]
+    given = [(kind.name, one) for kind in load_fabric_kinds().values() for one in kind.settings]
     assert not [name for name, one in given if forces_ll128(one.name, one.value, None)]
 
 
 def test_ll128_that_somebody_else_forces_is_told_unless_the_platform_asks_for_it() -> None:
-    told = corrupting({"NCCL_PROTO": "LL128"}, None, "env of the job")
+    told = find_corrupting_settings({"NCCL_PROTO": "LL128"}, None, "env of the job")
     assert told[0].startswith(
         "NCCL_PROTO=LL128 stands, as env of the job has it: it turns LL128 on also where NCCL has it off, "
     )
     asked = {"NCCL_PROTO": "Simple,LL128", "NCCL_FASTRAK_NUM_FLOWS": "2"}
-    assert corrupting(asked, None, "x") == corrupting({"NCCL_PROTO": "^LL128"}, None, "x") == []
+    assert (
+        find_corrupting_settings(asked, None, "x")
+        == find_corrupting_settings({"NCCL_PROTO": "^LL128"}, None, "x")
+        == []
+    )
 
 
 def test_of_several_rows_the_nearest_in_nodes_counts() -> None:
@@ -161,7 +181,7 @@ def test_of_several_rows_the_nearest_in_nodes_counts() -> None:
     assert settings == {QPS: "4"}
     assert notes.startswith(f"{QPS}=8 is not set (policy.yaml, row 1): policy.yaml, row 2: ")
     assert notes.endswith("is nearer in nodes")
-    assert chosen(far, near, demand=Demand((2, 28), 2, 8))[0] == {QPS: "8"}
+    assert chosen(far, near, demand=PolicyRequest((2, 28), 2, 8))[0] == {QPS: "8"}
 
 
 def test_rows_that_contradict_each_other_set_nothing() -> None:
@@ -177,10 +197,10 @@ def test_rows_that_contradict_each_other_set_nothing() -> None:
 def test_what_was_measured_together_is_set_together() -> None:
     both = row(set={QPS: "4", "NCCL_IB_SPLIT_DATA_ON_QPS": "1"})
     assert len(chosen(both)[0]) == 2
-    settings, notes = chosen(both, demand=Demand((2, 28), 4, 8, {"NCCL_IB_SPLIT_DATA_ON_QPS": "0"}))
+    settings, notes = chosen(both, demand=PolicyRequest((2, 28), 4, 8, {"NCCL_IB_SPLIT_DATA_ON_QPS": "0"}))
     assert settings == {}
     assert notes.endswith("NCCL_IB_SPLIT_DATA_ON_QPS stands as 0, and they were measured together")
-    assert len(chosen(both, demand=Demand((2, 28), 4, 8, {QPS: "4"}))[0]) == 2
+    assert len(chosen(both, demand=PolicyRequest((2, 28), 4, 8, {QPS: "4"}))[0]) == 2
 
 
 @pytest.mark.parametrize(
@@ -210,11 +230,11 @@ def test_a_policy_s_mistakes_are_told_with_their_line(line: str, why: str) -> No
     assert str(caught.value).startswith("p.yaml:")
 
 
-def outputs(speedup: float, count: int = 6, name: str = "all-reduce-2.17") -> list[Run]:
+def outputs(speedup: float, count: int = 6, name: str = "all-reduce-2.17") -> list[BenchmarkRun]:
     text = (OUTPUTS / f"{name}.txt").read_text(encoding="utf-8")
     time = "1406.2" if "1406.2" in text else "1511.0"
     return [
-        Run(
+        BenchmarkRun(
             f"run{at}-{speedup}.txt",
             parse_nccl_tests(text.replace(time, f"{float(time) / speedup * NOISE[at]:.1f}")),
         )
@@ -222,22 +242,25 @@ def outputs(speedup: float, count: int = 6, name: str = "all-reduce-2.17") -> li
     ]
 
 
-STATED = Stated({QPS: "4"}, "2026-11-30", "anna")
+STATED = StatedConditions({QPS: "4"}, "2026-11-30", "anna")
 
 
 def test_outputs_of_nccl_tests_become_a_row() -> None:
-    found = make_row(outputs(1.3), outputs(1.0), STATED)
+    found = make_policy_row(outputs(1.3), outputs(1.0), STATED)
     assert (found.nccl, found.nodes, found.ranks_per_node) == ("2.28.9", [2, 2], 4)
     assert len(found.measured) == 6
-    best = max(gains(found), key=lambda one: one.low)
+    best = max(measured_gains(found), key=lambda one: one.low)
     assert (best.call.size_bytes, best.call.in_place, best.pairs) == (2**28, False, 6)
-    assert lacks(found) == ""
-    alike = make_row(outputs(1.001), outputs(1.0), STATED)
-    assert lacks(alike).startswith("at most 1 times as fast")
+    assert why_inconclusive(found) == ""
+    alike = make_policy_row(outputs(1.001), outputs(1.0), STATED)
+    assert why_inconclusive(alike).startswith("at most 1 times as fast")
 
 
-def _changed(runs: list[Run], **changes: Any) -> list[Run]:
-    return [Run(runs[0].name, replace(runs[0].found, **changes)), *runs[1:]]
+def _changed(runs: list[BenchmarkRun], **changes: Any) -> list[BenchmarkRun]:
+    return [BenchmarkRun(runs[0].name, replace(runs[0].found, **changes)), *runs[1:]]
+
+
+_COPY = BenchmarkRun("copy.txt", outputs(1.3)[0].found)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +268,7 @@ def _changed(runs: list[Run], **changes: Any) -> list[Run]:
     [
         (outputs(1.3), outputs(1.0)[:5], "6 outputs with the settings and 5 without"),
         ([*outputs(1.3)[:5], outputs(1.3)[0]], outputs(1.0), "12 outputs hold 11 different runs"),
-        (outputs(1.3), [Run("copy.txt", outputs(1.3)[0].found)] * 6, "copy.txt: has the very times of run0"),
+        (outputs(1.3), [_COPY] * 6, "copy.txt: has the very times of run0"),
         (outputs(1.3)[:5], outputs(1.0)[:5], "5 pairs of all_reduce, 1048576 bytes, on 2 nodes: it takes 6"),
         (_changed(outputs(1.3), times_us={}), outputs(1.0), "run0-1.3.txt: holds no times"),
         (outputs(1.3), _changed(outputs(1.0), is_wrong=True), "run0-1.0.txt: has wrong results"),
@@ -260,9 +283,11 @@ def _changed(runs: list[Run], **changes: Any) -> list[Run]:
         ),
     ],
 )  # fmt: skip
-def test_outputs_that_cannot_be_paired_are_refused(ours: list[Run], theirs: list[Run], why: str) -> None:
+def test_outputs_that_cannot_be_paired_are_refused(
+    ours: list[BenchmarkRun], theirs: list[BenchmarkRun], why: str
+) -> None:
     with pytest.raises(UsageError) as caught:
-        make_row(ours, theirs, STATED)
+        make_policy_row(ours, theirs, STATED)
     assert why in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -270,9 +295,9 @@ def test_outputs_that_cannot_be_paired_are_refused(ours: list[Run], theirs: list
 def test_what_old_outputs_do_not_tell_is_said() -> None:
     old, other = (outputs(speedup, name="alltoall-2.13") for speedup in (1.0, 1.1))
     with pytest.raises(UsageError, match="does not tell its collective; say it with --collective"):
-        make_row(old, other, STATED)
-    stated = Stated({QPS: "4"}, "2026-11-30", "anna", collective="alltoall")
-    assert {one.collective for one in make_row(old, other, stated).measured} == {"alltoall"}
+        make_policy_row(old, other, STATED)
+    stated = StatedConditions({QPS: "4"}, "2026-11-30", "anna", collective="alltoall")
+    assert {one.collective for one in make_policy_row(old, other, stated).measured} == {"alltoall"}
 
 
 @pytest.mark.parametrize(
@@ -287,37 +312,37 @@ def test_what_old_outputs_do_not_tell_is_said() -> None:
 def test_a_row_of_outputs_that_were_not_all_checked_supports_nothing(found: str, put: str) -> None:
     runs = outputs(1.3)
     text = (OUTPUTS / "all-reduce-2.17.txt").read_text(encoding="utf-8").replace(found, put)
-    odd = Run("odd.txt", parse_nccl_tests(text.replace("1406.2", "1080.0")))
-    made = make_row([*runs[:5], odd], outputs(1.0), STATED)
-    assert lacks(made).startswith("nobody checked the results of all_reduce of ")
-    assert lacks(make_row(runs, outputs(1.0), STATED)) == ""
+    odd = BenchmarkRun("odd.txt", parse_nccl_tests(text.replace("1406.2", "1080.0")))
+    made = make_policy_row([*runs[:5], odd], outputs(1.0), STATED)
+    assert why_inconclusive(made).startswith("nobody checked the results of all_reduce of ")
+    assert why_inconclusive(make_policy_row(runs, outputs(1.0), STATED)) == ""
 
 
 @pytest.mark.parametrize("said", ["all_gather", "reduce", "AllToAll"])
 def test_another_collective_than_the_outputs_tell_is_refused(said: str) -> None:
-    stated = Stated({QPS: "4"}, "2026-11-30", "anna", collective=said)
+    stated = StatedConditions({QPS: "4"}, "2026-11-30", "anna", collective=said)
     with pytest.raises(UsageError, match=f"run0-1.3.txt: ran all_reduce, and --collective says {said}"):
-        make_row(outputs(1.3), outputs(1.0), stated)
+        make_policy_row(outputs(1.3), outputs(1.0), stated)
     for same in ("all_reduce", "AllReduce", "all-reduce"):
-        right = Stated({QPS: "4"}, "2026-11-30", "anna", collective=same)
-        assert {one.collective for one in make_row(outputs(1.3), outputs(1.0), right).measured} == {
+        right = StatedConditions({QPS: "4"}, "2026-11-30", "anna", collective=same)
+        assert {one.collective for one in make_policy_row(outputs(1.3), outputs(1.0), right).measured} == {
             "all_reduce"
         }
 
 
 def test_a_row_is_added_and_the_rest_of_the_file_stays(tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
-    first, second = row(), make_row(outputs(1.3), outputs(1.0), STATED)
-    assert append_row(path, first) == (first,)
+    first, second = row(), make_policy_row(outputs(1.3), outputs(1.0), STATED)
+    assert append_policy_row(path, first) == (first,)
     path.write_text("# by hand\n" + path.read_text())
-    assert append_row(path, second) == (first, second)
+    assert append_policy_row(path, second) == (first, second)
     assert path.read_text().startswith("# by hand\nrows:\n  - set: ")
     assert load_policy(path) == (first, second)
 
 
 @pytest.mark.parametrize("before", ["", "# ours\n", "# ours\nrows: []\n", "rows:\n"])
 def test_a_policy_without_rows_gets_its_first(before: str) -> None:
-    text = with_row(before, row(), "p.yaml")
+    text = insert_policy_row(before, row(), "p.yaml")
     assert parse_policy(text, "p.yaml") == (row(),)
     assert text.startswith("# ours\n") is before.startswith("# ours")
 
@@ -326,18 +351,18 @@ def test_a_file_whose_rows_are_not_its_end_is_left_alone() -> None:
     flow = 'rows: [{set: {NCCL_X: "1"}, nccl: "2.28", nodes: [4, 4], ranks_per_node: 8, when: d, by: a,' \
         " measured: [{collective: a, size_bytes: 8, with_us: [1.0], without_us: [1.0]}]}]\n"  # fmt: skip
     with pytest.raises(UsageError, match=r"p\.yaml"):
-        with_row(flow, row(), "p.yaml")
+        insert_policy_row(flow, row(), "p.yaml")
 
 
 def test_runs_on_several_numbers_of_nodes_become_one_row() -> None:
     four = [_changed([run], nodes=("n01", "n02", "n03", "n04"), ranks=16)[0] for run in outputs(1.1)]
     plain = [_changed([run], nodes=("n01", "n02", "n03", "n04"), ranks=16)[0] for run in outputs(0.9)]
-    found = make_row([*outputs(1.3), *four], [*outputs(1.0), *plain], STATED)
+    found = make_policy_row([*outputs(1.3), *four], [*outputs(1.0), *plain], STATED)
     assert found.nodes == [2, 4]
     assert {(one.nodes, len(one.with_us)) for one in found.measured} == {(2, 6), (4, 6)}
-    assert chosen(found, demand=Demand((2, 28, 9), 3, 4))[0] == {QPS: "4"}
+    assert chosen(found, demand=PolicyRequest((2, 28, 9), 3, 4))[0] == {QPS: "4"}
 
 
 def test_a_name_that_is_no_variable_is_refused() -> None:
     with pytest.raises(UsageError, match=r'set\.no name: "no name" is not allowed'):
-        make_row(outputs(1.3), outputs(1.0), replace(STATED, settings={"no name": "4"}))
+        make_policy_row(outputs(1.3), outputs(1.0), replace(STATED, settings={"no name": "4"}))

@@ -8,26 +8,26 @@ from xml.etree import ElementTree
 import pytest
 
 from hpcrun.errors import SpecError, UsageError
-from hpcrun.fabric.graph import Fabric, Level
-from hpcrun.tuning.model.platforms import ErrorSpec, find_platform, model_error, platform_names
-from hpcrun.tuning.model.plot import plot_svg, shown_size
+from hpcrun.fabric.graph import Fabric, FabricLevel
+from hpcrun.tuning.model.platforms import ModelErrorSpec, find_model_error, find_platform, platform_names
+from hpcrun.tuning.model.plot import format_binary_size, plot_prediction_svg
 from hpcrun.tuning.model.predict import (
-    KINDS,
-    Ground,
-    Kind,
+    PREDICTED_COLLECTIVES,
+    AlphaBetaInput,
+    PredictedCollective,
     Prediction,
     bus_factor,
-    parse_sizes,
+    margin_verdict,
+    parse_message_sizes,
     predict_alpha_beta,
     predict_nccl,
-    verdict,
 )
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
-def off(share: float) -> ErrorSpec:
-    return ErrorSpec(library="mpi", share=share, source="somebody")
+def off(share: float) -> ModelErrorSpec:
+    return ModelErrorSpec(library="mpi", share=share, source="somebody")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def off(share: float) -> ErrorSpec:
     ],
 )
 def test_what_a_margin_is_worth(margin: float | None, share: float | None, words: str) -> None:
-    assert verdict(margin, None if share is None else off(share)) == words
+    assert margin_verdict(margin, None if share is None else off(share)) == words
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_what_a_margin_is_worth(margin: float | None, share: float | None, words
         ("reduce", 1.0),
     ],
 )
-def test_bus_factors_are_those_of_nccl_tests(kind: Kind, factor: float) -> None:
+def test_bus_factors_are_those_of_nccl_tests(kind: PredictedCollective, factor: float) -> None:
     assert bus_factor(kind, 8) == factor
 
 
 @pytest.mark.parametrize("kind", ["allreduce", "allgather", "reducescatter"])
-def test_busbw_of_a_ring_is_the_wire_s(kind: Kind) -> None:
+def test_busbw_of_a_ring_is_the_wire_s(kind: PredictedCollective) -> None:
     """That is what the factor is for: a large ring shows what a link carries, whatever the ranks."""
     for nodes in (2, 8, 32):
         (row,) = predict_alpha_beta(ground(nodes), "mpi", kind, [1 << 44], lambda _: off(0.1), "").rows
@@ -83,25 +83,25 @@ def test_busbw_of_a_ring_is_the_wire_s(kind: Kind) -> None:
     ],
 )
 def test_sizes(text: str, sizes: list[int]) -> None:
-    assert parse_sizes(text) == sizes
+    assert parse_message_sizes(text) == sizes
 
 
 @pytest.mark.parametrize("text", ["", "0", "1K..", "..1K", "2K..1K", "1.5K", "-1", "1Q", "K", "٣K", "9" * 30])
 def test_odd_sizes_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--sizes"):
-        parse_sizes(text)
+        parse_message_sizes(text)
 
 
-def ground(nodes: int, per_node: int = 1, rack: int = 0, bandwidth: float | None = 10e9) -> Ground:
+def ground(nodes: int, per_node: int = 1, rack: int = 0, bandwidth: float | None = 10e9) -> AlphaBetaInput:
     names = tuple(f"n{at}" for at in range(nodes))
-    levels = (Level("leaf", bandwidth, 1.0, 2e-6), Level("spine", bandwidth, 4.0, 1e-6))
+    levels = (FabricLevel("leaf", bandwidth, 1.0, 2e-6), FabricLevel("spine", bandwidth, 4.0, 1e-6))
     units = tuple((f"leaf{at // rack if rack else 0}", "spine") for at in range(nodes))
     ranks = tuple(name for name in names for _ in range(per_node))
-    return Ground(Fabric(names, levels, units, source="a test"), ranks)
+    return AlphaBetaInput(Fabric(names, levels, units, source="a test"), ranks)
 
 
-def by_mpi(where: Ground, kind: Kind, sizes: str = "1K..64M") -> Prediction:
-    return predict_alpha_beta(where, "mpi", kind, parse_sizes(sizes), lambda _: off(0.1), "a test")
+def by_mpi(where: AlphaBetaInput, kind: PredictedCollective, sizes: str = "1K..64M") -> Prediction:
+    return predict_alpha_beta(where, "mpi", kind, parse_message_sizes(sizes), lambda _: off(0.1), "a test")
 
 
 def test_small_ones_want_few_rounds_and_large_ones_little_traffic() -> None:
@@ -116,7 +116,7 @@ def test_small_ones_want_few_rounds_and_large_ones_little_traffic() -> None:
 
 
 def test_two_dimensions_only_where_ranks_lie_in_equal_rows() -> None:
-    def names(where: Ground) -> set[str]:
+    def names(where: AlphaBetaInput) -> set[str]:
         return {name for name, _ in by_mpi(where, "allreduce", "1M").rows[0].times}
 
     assert ground(8, rack=4).inner == 4
@@ -127,9 +127,9 @@ def test_two_dimensions_only_where_ranks_lie_in_equal_rows() -> None:
     assert not {"two_level", "torus"} & names(ground(6, rack=4))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PREDICTED_COLLECTIVES)
 @pytest.mark.parametrize("library", ["mpi", "gloo", "nccl"])
-def test_every_library_has_algorithms_for_every_collective(library: str, kind: Kind) -> None:
+def test_every_library_has_algorithms_for_every_collective(library: str, kind: PredictedCollective) -> None:
     for nodes in (2, 5, 8):
         found = predict_alpha_beta(ground(nodes), library, kind, [1, MIB], lambda _: None, "")  # type: ignore[arg-type]
         assert all(seconds > 0 for row in found.rows for _, seconds in row.times)
@@ -140,9 +140,9 @@ def test_every_round_goes_by_the_size_of_its_messages() -> None:
     """Halves of 8 kB are large, quarters and eighths are small."""
     where = ground(8)
     slow = Fabric(
-        where.fabric.nodes, (Level("leaf", 1e9, 1.0, 7e-6), where.fabric.levels[1]), where.fabric.units
+        where.fabric.nodes, (FabricLevel("leaf", 1e9, 1.0, 7e-6), where.fabric.levels[1]), where.fabric.units
     )
-    both = Ground(where.fabric, where.ranks, small=slow, small_bytes=4000)
+    both = AlphaBetaInput(where.fabric, where.ranks, small=slow, small_bytes=4000)
     large, small = 2e-6 + 4096 / 10e9, 7e-6 + 2048 / 1e9 + 7e-6 + 1024 / 1e9
     assert both.clock("all_reduce", "rabenseifner")(8192) == pytest.approx(2 * (large + small))
     assert both.clock("all_reduce", "recursive_doubling")(1000) == pytest.approx(3 * (7e-6 + 1e-6))
@@ -161,7 +161,7 @@ def test_unknown_stays_unknown() -> None:
     with pytest.raises(UsageError, match=r"topology\.levels leaf: bandwidth_GBps not known"):
         by_mpi(ground(4, bandwidth=None), "allreduce")
     with pytest.raises(UsageError, match="no network is known here"):
-        by_mpi(Ground(Fabric(("a", "b")), ("a", "b")), "allreduce")
+        by_mpi(AlphaBetaInput(Fabric(("a", "b")), ("a", "b")), "allreduce")
     found = predict_alpha_beta(ground(4), "mpi", "allreduce", [MIB], lambda _: None, "")
     row = found.as_json()["rows"][0]
     assert found.as_json()["order_only"] is True
@@ -171,12 +171,16 @@ def test_unknown_stays_unknown() -> None:
     assert said == ("what stays inside a node counts as free: the platform does not say what it carries",)
 
 
-def nccl(nodes: int, kind: Kind = "allreduce", sizes: str = "1K..64M") -> Prediction:
+def nccl(nodes: int, kind: PredictedCollective = "allreduce", sizes: str = "1K..64M") -> Prediction:
     platform = find_platform("h100-ib400")
     machine = platform.machine(nodes, 8, (2, 30))
     assert machine is not None
     return predict_nccl(
-        machine, kind, parse_sizes(sizes), lambda size: model_error(platform, "nccl", nodes, size), "a test"
+        machine,
+        kind,
+        parse_message_sizes(sizes),
+        lambda size: find_model_error(platform, "nccl", nodes, size),
+        "a test",
     )
 
 
@@ -202,7 +206,7 @@ def test_the_stated_error_of_small_and_medium_sizes() -> None:
     assert machine is not None
     (row,) = predict_nccl(machine, "allreduce", [280 * MIB], lambda _: None, "").rows
     times = dict(row.times)
-    error = model_error(platform, "nccl", 4, 280 * MIB)
+    error = find_model_error(platform, "nccl", 4, 280 * MIB)
     assert error is not None
     assert times["Tree/LL128"] / times["NVLSTree/Simple"] - 1 == pytest.approx(error.share, abs=0.005)
 
@@ -232,14 +236,18 @@ def test_published_bandwidths_of_other_platforms_and_nothing_is_decided_by_them(
     machine = platform.machine(nodes, 8, (2, 30))
     assert machine is not None
     found = predict_nccl(
-        machine, "allreduce", [16 * GIB], lambda size: model_error(platform, "nccl", nodes, size), "a test"
+        machine,
+        "allreduce",
+        [16 * GIB],
+        lambda size: find_model_error(platform, "nccl", nodes, size),
+        "a test",
     )
     (row,) = found.rows
     seconds = dict(row.times)[algorithm]
     assert least <= 16 * GIB / seconds * bus_factor("allreduce", 8 * nodes) / 1e9 <= most
     assert row.error is None
     assert row.verdict.startswith("order only")
-    assert model_error(None, "nccl", nodes, 16 * GIB) is not None
+    assert find_model_error(None, "nccl", nodes, 16 * GIB) is not None
 
 
 def test_a_platform_of_one_s_own(tmp_path: Path) -> None:
@@ -268,7 +276,7 @@ errors:
     assert platform.within is not None
     assert platform.within.bandwidth_Bps == 40e9
     assert platform.machine(2, 8, (2, 30)) is None
-    error = model_error(platform, "gloo", 8, 1)
+    error = find_model_error(platform, "gloo", 8, 1)
     assert error is not None
     assert error.share == 0.3
     path.write_text("about: ours\nsource: x\nlevels:\n  - {name: leaf, bandwith_GBps: 10, latency_us: 2}\n")
@@ -280,18 +288,18 @@ errors:
 
 def test_the_picture_is_well_formed_and_names_every_algorithm() -> None:
     found = nccl(4)
-    text = plot_svg(found)
+    text = plot_prediction_svg(found)
     root = ElementTree.fromstring(text)
     words = {element.text for element in root.iter() if element.text}
     assert {name for name, _ in found.rows[0].times} <= words
     assert {"1K", "100 µs"} <= words
     one = predict_alpha_beta(ground(4), "gloo", "allgather", [MIB], lambda _: None, "<&>")
-    assert "µs" not in plot_svg(one)
-    ElementTree.fromstring(plot_svg(one))
+    assert "µs" not in plot_prediction_svg(one)
+    ElementTree.fromstring(plot_prediction_svg(one))
 
 
 @pytest.mark.parametrize(
     ("size", "shown"), [(1, "1"), (1024, "1K"), (1536, "1.5K"), (GIB, "1G"), (5 << 40, "5T")]
 )
 def test_sizes_as_shown(size: int, shown: str) -> None:
-    assert shown_size(size) == shown
+    assert format_binary_size(size) == shown

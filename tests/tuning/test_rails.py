@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.host.checks import Question
-from hpcrun.tuning.host.doctor_report import examine
-from hpcrun.tuning.host.fleet import compare
-from hpcrun.tuning.host.node_report import look
-from hpcrun.tuning.host.rails import Rail, rail_map
+from hpcrun.tuning.host.checks import HostCheckInput
+from hpcrun.tuning.host.doctor_report import examine_host
+from hpcrun.tuning.host.fleet import compare_nodes
+from hpcrun.tuning.host.node_report import read_host_report
+from hpcrun.tuning.host.rails import AdapterRail, read_rails
 from tests.tuning.trees import lay_out
 
 Reports = dict[str, dict[str, Any]]
@@ -22,7 +22,9 @@ Reports = dict[str, dict[str, Any]]
 @pytest.fixture
 def railed(tmp_path: Path) -> Reports:
     """Four nodes with a network for each of two rails."""
-    one = examine(Question(look(lay_out("roce-healthy", tmp_path / "node")), NetworkSpec())).as_json()
+    one = examine_host(
+        HostCheckInput(read_host_report(lay_out("roce-healthy", tmp_path / "node")), NetworkSpec())
+    ).as_json()
     reports = {}
     for number in range(1, 5):
         report = copy.deepcopy(one)
@@ -36,7 +38,7 @@ def railed(tmp_path: Path) -> Reports:
 
 
 def rails(reports: Reports) -> list[str]:
-    return [str(one) for one in compare(reports) if one.check == "rail"]
+    return [str(one) for one in compare_nodes(reports) if one.check == "rail"]
 
 
 def swap(report: dict[str, Any]) -> None:
@@ -46,8 +48,11 @@ def swap(report: dict[str, Any]) -> None:
 
 
 def test_the_map_of_a_node(railed: Reports) -> None:
-    assert rail_map(railed["n1"]) == (Rail("mlx5_0:1", "10.1.0.0/16"), Rail("mlx5_1:1", "10.2.0.0/16"))
-    assert rail_map({}) == ()
+    assert read_rails(railed["n1"]) == (
+        AdapterRail("mlx5_0:1", "10.1.0.0/16"),
+        AdapterRail("mlx5_1:1", "10.2.0.0/16"),
+    )
+    assert read_rails({}) == ()
 
 
 def test_nodes_that_agree_say_nothing(railed: Reports) -> None:

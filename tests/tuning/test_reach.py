@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from hpcrun.tuning.host.connectivity import judge
+from hpcrun.tuning.host.connectivity import check_connectivity
 
 NODES = ["n1", "n2", "n3", "n4"]
 LATE = "no answer in 3 s"
 
 
 def told(failed: dict[str, dict[str, str]], nodes: list[str] = NODES) -> list[str]:
-    return [f"{one.subject} {one.text}" for one in judge(failed, nodes, "ib0")]
+    return [f"{one.subject} {one.text}" for one in check_connectivity(failed, nodes, "ib0")]
 
 
 def test_nobody() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.tuning.issue import Fault
-from hpcrun.tuning.lint.environment import shell_layer
-from hpcrun.tuning.lint.lint import Report, lint
-from hpcrun.tuning.registry.registry import Version, at, registry
+from hpcrun.tuning.issue import ValueIssue
+from hpcrun.tuning.lint.environment import layer_from_environment
+from hpcrun.tuning.lint.lint import LintReport, lint_layers
+from hpcrun.tuning.registry.registry import Version, value_in_release, variable_registry
 
 _LEVELS = ("error", "warning", "note")
 VALUES = [
@@ -24,8 +24,8 @@ VALUES = [
 RELEASES: list[Version | None] = [None, (2, 19, 3), (2, 27, 5), (2, 31, 1)]
 
 
-def check(environment: dict[str, str], version: Version | None = (2, 27, 5)) -> Report:
-    return lint([shell_layer(environment)], version)
+def check(environment: dict[str, str], version: Version | None = (2, 27, 5)) -> LintReport:
+    return lint_layers([layer_from_environment(environment)], version)
 
 
 def told(environment: dict[str, str], version: Version | None = (2, 27, 5)) -> str:
@@ -33,28 +33,28 @@ def told(environment: dict[str, str], version: Version | None = (2, 27, 5)) -> s
 
 
 @pytest.fixture
-def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Fault]:
+def proposed(monkeypatch: pytest.MonkeyPatch) -> list[ValueIssue]:
     """Every fault with a value of its own that a rule makes, also one whose remedy is then left out."""
-    made: list[Fault] = []
-    real = Fault.__new__
+    made: list[ValueIssue] = []
+    real = ValueIssue.__new__
 
     def note_down(
-        cls: type[Fault], level: str, text: str, instead: str | None = None, bare: str = ""
-    ) -> Fault:
+        cls: type[ValueIssue], level: str, text: str, instead: str | None = None, bare: str = ""
+    ) -> ValueIssue:
         fault = real(cls, level, text, instead, bare)  # type: ignore[arg-type]
         if instead is not None:
             made.append(fault)
         return fault
 
-    monkeypatch.setattr(Fault, "__new__", note_down)
+    monkeypatch.setattr(ValueIssue, "__new__", note_down)
     return made
 
 
 def rules() -> dict[str, str]:
     """One variable for every rule there is."""
     found: dict[str, str] = {}
-    for known in registry().variables.values():
-        rule = at(known.values, None)
+    for known in variable_registry().variables.values():
+        rule = value_in_release(known.values, None)
         if rule and known.kind != "undocumented":
             found.setdefault(rule.partition(" ")[0], known.name)
     special = ("NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO", "NCCL_P2P_NET_CHUNKSIZE", "NCCL_NET_GDR_LEVEL")
@@ -62,7 +62,7 @@ def rules() -> dict[str, str]:
     return found | {name: name for name in (*special, *more)}
 
 
-def test_no_remedy_leaves_something_as_bad(proposed: list[Fault]) -> None:
+def test_no_remedy_leaves_something_as_bad(proposed: list[ValueIssue]) -> None:
     shown = left_out = 0
     for name in rules().values():
         for version in RELEASES if name in ("NCCL_ALGO", "NCCL_PROTO") else [(2, 27, 5)]:

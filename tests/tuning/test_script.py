@@ -6,19 +6,19 @@ import random
 
 import pytest
 
-from hpcrun.tuning.lint.environment import Layer
-from hpcrun.tuning.lint.lint import Report, lint
-from hpcrun.tuning.lint.script_exports import parse_script
+from hpcrun.tuning.lint.environment import EnvironmentLayer
+from hpcrun.tuning.lint.lint import LintReport, lint_layers
+from hpcrun.tuning.lint.script_exports import parse_script_exports
 
 NEW = (2, 27, 5)
 
 
-def exported(layer: Layer) -> dict[str, str | None]:
+def exported(layer: EnvironmentLayer) -> dict[str, str | None]:
     return {one.name: one.value for one in layer.settings if one.is_exported and one.name.startswith("NCCL_")}
 
 
-def of_script(text: str) -> Report:
-    return lint([parse_script(text, "job.sh")], NEW)
+def of_script(text: str) -> LintReport:
+    return lint_layers([parse_script_exports(text, "job.sh")], NEW)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def of_script(text: str) -> Report:
     ],
 )
 def test_settings_in_a_shell_inside_are_found(line: str) -> None:
-    assert exported(parse_script(f"#!/bin/bash\n{line}\n", "job.sh")) == {"NCCL_IB_TIMEOUT": "40"}
+    assert exported(parse_script_exports(f"#!/bin/bash\n{line}\n", "job.sh")) == {"NCCL_IB_TIMEOUT": "40"}
     assert of_script(f"#!/bin/bash\n{line}\n").has_errors
 
 
@@ -136,10 +136,10 @@ def test_shells_without_end_are_not_followed() -> None:
     for _ in range(12):
         quoted = line.replace("\\", "\\\\").replace('"', '\\"')
         line = f'bash -c "{quoted}"'
-    layer = parse_script(line, "job.sh")
+    layer = parse_script_exports(line, "job.sh")
     assert any("shells inside shells" in note for note in layer.notes)
     loops = "cat > a <<E\n" + "source a; bash a\n" * 50 + "E\nsource a; bash a; CMD='$CMD'; $CMD\n"
-    assert "what `source a` sets is not known here" in str(parse_script(loops, "job.sh").notes)
+    assert "what `source a` sets is not known here" in str(parse_script_exports(loops, "job.sh").notes)
 
 
 def test_no_text_breaks_the_reader() -> None:
@@ -150,4 +150,4 @@ def test_no_text_breaks_the_reader() -> None:
     words = [*pieces.replace("\\n", "\n").split(" "), "NCCL_DEBUG=INFO", "\n", "\n", "#", "-x", "for"]
     for _ in range(3000):
         text = " ".join(dice.choices(words, k=dice.randint(1, 14)))
-        assert parse_script(text, "job.sh").read is not None, text
+        assert parse_script_exports(text, "job.sh").read is not None, text

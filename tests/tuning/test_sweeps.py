@@ -10,7 +10,7 @@ from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.log.nccl_log import parse_nccl_log
 from hpcrun.tuning.model.platforms import find_platform
 from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
-from hpcrun.tuning.policy.sweep_findings import judge_sweep
+from hpcrun.tuning.policy.sweep_findings import check_sweep
 
 HEAD = "# size count type redop root time algbw busbw #wrong time algbw busbw #wrong"
 H100 = "NVIDIA H100 80GB HBM3"
@@ -51,7 +51,7 @@ NICS += "".join(
 
 def judged(text: str, platform: str | None = None) -> Finding:
     spec = find_platform(platform) if platform else None
-    (one,) = judge_sweep(parse_nccl_tests(text), parse_nccl_log(text), spec)
+    (one,) = check_sweep(parse_nccl_tests(text), parse_nccl_log(text), spec)
     return one
 
 
@@ -122,4 +122,4 @@ def test_an_output_without_a_line_of_nccl_is_read(tmp_path: object) -> None:
 
 
 def test_no_times_say_nothing() -> None:
-    assert judge_sweep(parse_nccl_tests("nothing"), parse_nccl_log("")) == ()
+    assert check_sweep(parse_nccl_tests("nothing"), parse_nccl_log("")) == ()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.tuning.log.diagnosis import diagnose
+from hpcrun.tuning.log.diagnosis import diagnose_nccl_log
 from hpcrun.tuning.log.nccl_log import parse_nccl_log
 
 DATA = Path(__file__).parents[1] / "data" / "tuning" / "threads"
@@ -28,7 +28,7 @@ FAILING = [*threads("failing-made"), *threads("failing-kept")]
 
 
 def told(text: str) -> list[str]:
-    return [f"{one.meaning.id}:{one.meaning.level}" for one in diagnose(parse_nccl_log(text)).found]
+    return [f"{one.meaning.id}:{one.meaning.level}" for one in diagnose_nccl_log(parse_nccl_log(text)).found]
 
 
 def test_enough_of_them_are_looked_at() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.specs.settings import Setting, Settings
-from hpcrun.tuning.log.applied_settings import prove
+from hpcrun.specs.settings import CommSetting, CommSettings
+from hpcrun.tuning.log.applied_settings import check_applied_settings
 
 HEAD = "n1:4711:4711 [0] NCCL INFO "
 ENV = f"{HEAD}NCCL_IB_TC set by environment to 106."
@@ -18,8 +18,8 @@ NONE = f"{HEAD}NET/IB : No device found."
 HARMLESS = f"{HEAD}NET/Plugin: Failed to find ncclNetPlugin_v8 symbol."
 
 
-def setting(name: str, value: str, needs: str = "") -> Setting:
-    return Setting(name, value, "because", "profile", needs)
+def setting(name: str, value: str, needs: str = "") -> CommSetting:
+    return CommSetting(name, value, "because", "profile", needs)
 
 
 REFUSED = f"{HEAD}Invalid value x for NCCL_IB_TC, using default -1."
@@ -64,8 +64,8 @@ TC, IF, HCA = "NCCL_IB_TC", "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA"
         (setting("GLOO_SOCKET_IFNAME", "ib0"), [BOOT], "unknown", "no log tells of it"),
     ],
 )
-def test_verdicts(one: Setting, lines: list[str], verdict: str, proof: str | None) -> None:
-    (found,) = prove(Settings((one,)), "\n".join(lines))
+def test_verdicts(one: CommSetting, lines: list[str], verdict: str, proof: str | None) -> None:
+    (found,) = check_applied_settings(CommSettings((one,)), "\n".join(lines))
     assert found.verdict == verdict
     assert proof is None or found.line == proof
     assert verdict == "unknown" or found.line in lines
@@ -73,12 +73,12 @@ def test_verdicts(one: Setting, lines: list[str], verdict: str, proof: str | Non
 
 @pytest.mark.parametrize("label", ["", "3: ", "[1,3]<stdout>:", "2026-09-01T10:00:00 "])
 def test_a_node_s_own_value_is_looked_for_on_that_node(label: str) -> None:
-    settings = Settings(
+    settings = CommSettings(
         (setting("NCCL_IB_HCA", "=mlx5_0,mlx5_1"),), {"n2": (setting("NCCL_IB_HCA", "=mlx5_0"),)}
     )
     there = f"{label}n2.some.domain:1:1 [0] NCCL INFO NCCL_IB_HCA set to =mlx5_0"
     log = f"{label}{HEAD}NCCL_IB_HCA set to =mlx5_0,mlx5_1\n{there}\n"
-    everywhere, own = prove(settings, log)
+    everywhere, own = check_applied_settings(settings, log)
     assert (everywhere.verdict, everywhere.node) == ("applied", None)
     assert (own.verdict, own.node, own.line) == ("applied", "n2", there)
     assert own.as_json()["verdict"] == "applied"

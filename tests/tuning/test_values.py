@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from hpcrun.tuning.registry.registry import Version, at, registry
-from hpcrun.tuning.registry.values import check_value, number
+from hpcrun.tuning.registry.registry import Version, value_in_release, variable_registry
+from hpcrun.tuning.registry.values import check_value, parse_c_integer
 
 NEW = (2, 27, 5)
 
 
 def told(name: str, value: str, version: Version | None = NEW) -> str:
-    rule = at(registry().variables[name].values, version)
+    rule = value_in_release(variable_registry().variables[name].values, version)
     assert rule is not None
     return "\n".join(f"{one.level} {one.text}" for one in check_value(name, value, rule, version))
 
@@ -32,7 +32,7 @@ def test_numbers_are_those_of_strtoll() -> None:
         rest = end.value or b""
         # A blank or a sign alone is nothing: then the end is the beginning.
         is_whole = not rest.strip() and rest != text.encode()
-        found = number(text)
+        found = parse_c_integer(text)
         assert found == (value if is_whole else None), text
         whole += is_whole
     assert whole > 500
@@ -111,7 +111,7 @@ def test_any_value_of_any_variable_gives_lines_and_no_exception() -> None:
         "".join(dice.choices("0123456789.,:;^=~/x\t\n\0é\udc80AB-+", k=dice.randint(1, 30)))
         for _ in range(20)
     ]
-    for name in registry().variables:
+    for name in variable_registry().variables:
         for text in [*texts, "9" * 5000, "-", "٣"]:
             for line in told(name, text, None).splitlines():
                 assert len(line) < 700

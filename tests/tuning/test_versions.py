@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.specs.yaml import load_document
+from hpcrun.specs.yaml import load_yaml
 from hpcrun.tuning import versions
-from hpcrun.tuning.host.checks import Question, check
-from hpcrun.tuning.host.node_report import look
-from hpcrun.tuning.versions import fitting, judge_versions, versions_in
+from hpcrun.tuning.host.checks import HostCheckInput, check_host
+from hpcrun.tuning.host.node_report import read_host_report
+from hpcrun.tuning.versions import check_versions, list_compatible_pairs, parse_versions
 from tests.tuning.trees import lay_out
 
 NCCL = "NCCL version {0}+cuda{1}\nn1:1:2 [0] NCCL INFO cudaDriverVersion {2}\n"
@@ -21,7 +21,7 @@ FABRIC = "[default0]:n1:1:2 [0] NCCL INFO NET/OFI Using Libfabric version {0}\n"
 
 
 def told(text: str) -> list[str]:
-    return [f"{one.level} {one.subject}: {one.text}" for one in judge_versions(versions_in(text))]
+    return [f"{one.level} {one.subject}: {one.text}" for one in check_versions(parse_versions(text))]
 
 
 @pytest.mark.parametrize(
@@ -67,21 +67,21 @@ def test_what_a_log_tells_is_held_against_the_table(text: str, said: str) -> Non
 def test_releases_that_go_together_are_no_matter_and_named_with_their_source() -> None:
     text = NCCL.format("2.26.2", "12.8", 12080) + OFI.format("1.14.2") + FABRIC.format("1.22")
     assert told(text) == []
-    lines = list(fitting(versions_in(text)))
+    lines = list(list_compatible_pairs(parse_versions(text)))
     assert lines[0] == (
         "aws-ofi-nccl 1.14.2 goes with libfabric 1.22 (aws/aws-ofi-nccl v1.14.2 RELEASENOTES.md:12 (built for"
         " AWS), src/nccl_ofi_net.c:643)"
     )
     assert len(lines) == 4
-    assert versions_in("an aws-ofi-nccl GitHub-dev build of some version") == {}
+    assert parse_versions("an aws-ofi-nccl GitHub-dev build of some version") == {}
 
 
 def test_every_row_has_a_source_and_no_two_are_of_the_same_release() -> None:
-    rows = load_document(Path(versions.__file__).with_name("versions.yaml")).values["rows"]
+    rows = load_yaml(Path(versions.__file__).with_name("versions.yaml")).values["rows"]
     assert all(row["source"] for row in rows)
     for one in rows:
         release = tuple(map(int, one["from"].split(".")))
-        found = versions._rows()
+        found = versions._load_requirements()
         assert sum(row.of == one["of"] and row.first <= release < row.before for row in found) == 1, one
 
 
@@ -91,9 +91,9 @@ def test_a_node_s_driver_and_libfabric_are_held_against_its_nccl(tmp_path: Path)
     line = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  515.65.01  Wed Jul 20 14:00:58 UTC 2022\n"
     (root / "proc/driver/nvidia/version").write_text(line)
     (root / "commands/fi_info --version").write_text("fi_info: 1.22.0amzn4.0\nlibfabric: 1.22.0amzn4.0\n")
-    host = look(root)
-    assert versions_in(host.libfabric) == {"libfabric": ((1, 22, 0),)}
-    asked = Question(host, NetworkSpec(), (2, 27, 7), cuda=(12,))
-    (one,) = [found for found in check(asked) if found.check == "versions"]
+    host = read_host_report(root)
+    assert parse_versions(host.libfabric) == {"libfabric": ((1, 22, 0),)}
+    asked = HostCheckInput(host, NetworkSpec(), (2, 27, 7), cuda=(12,))
+    (one,) = [found for found in check_host(asked) if found.check == "versions"]
     assert str(one).startswith("cuda 12: needs driver 525, and this is 515.65.01 (docs.nvidia.com/deploy")
-    assert not [one for one in check(replace(asked, cuda=(11,))) if one.check == "versions"]
+    assert not [one for one in check_host(replace(asked, cuda=(11,))) if one.check == "versions"]

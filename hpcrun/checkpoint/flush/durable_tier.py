@@ -48,8 +48,8 @@ from hpcrun.checkpoint.lustre.direct import write_file_direct
 from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
 from hpcrun.checkpoint.part_writer import open_shared_file, write_image
 from hpcrun.errors import SiteError
-from hpcrun.specs.records import write_whole
-from hpcrun.specs.saves import Saved, read_save
+from hpcrun.specs.records import write_atomically
+from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint
 
 _LEADER_FAILED = "failed-00000.json"
 """Once it is there the worker that holds part 0 will not commit any more."""
@@ -245,7 +245,7 @@ class DurableTier:
             "layout": layout,
         }
         self._watch.at(f"{draft.aside}{self._on}")
-        write_whole(draft.aside / f"parts-{load.parts[0].number:05d}.json", render_checksummed(told))
+        write_atomically(draft.aside / f"parts-{load.parts[0].number:05d}.json", render_checksummed(told))
         return {"written_s": round(seconds, 6)} | ({"layout": layout} if layout else {})
 
     def _write_file(self, path: Path, parts: Sequence[SealedPart]) -> dict[str, Any]:
@@ -278,8 +278,8 @@ class DurableTier:
             )
             self._known = (told.shapes, render_tensors(tensors), compute_structure_digest(tensors))
         self._watch.at(f"{draft.final}{self._on}")
-        newer = read_save(draft.final)
-        if isinstance(newer, Saved) and newer.attempt > stamp.attempt:
+        newer = read_saved_checkpoint(draft.final)
+        if isinstance(newer, SavedCheckpoint) and newer.attempt > stamp.attempt:
             raise SiteError(f"{draft.final}: was saved by attempt {newer.attempt}; this is {stamp.attempt}")
         for path in [*draft.aside.glob("parts-*.json"), *draft.aside.glob("failed-*.json")]:
             path.unlink(missing_ok=True)
@@ -351,8 +351,8 @@ class DurableTier:
             pause = min(2 * pause, self._patience.most_s)
 
     def _is_committed(self, draft: GenerationDraft) -> bool:
-        saved = read_save(draft.final)
-        return isinstance(saved, Saved) and saved.generation == draft.generation.hex()
+        saved = read_saved_checkpoint(draft.final)
+        return isinstance(saved, SavedCheckpoint) and saved.generation == draft.generation.hex()
 
     def _give_up(
         self, draft: GenerationDraft, stamp: GenerationId, numbers: Sequence[int], error: Exception
@@ -367,7 +367,7 @@ class DurableTier:
             "in_vain": isinstance(error, _WaitTimeoutError),
         }
         with contextlib.suppress(OSError):
-            write_whole(draft.aside / f"failed-{numbers[0]:05d}.json", render_checksummed(told))
+            write_atomically(draft.aside / f"failed-{numbers[0]:05d}.json", render_checksummed(told))
 
 
 def check_writable(checkpoints: Path) -> None:

@@ -37,7 +37,7 @@ from hpcrun.checkpoint.os_errors import explain_os_error
 from hpcrun.checkpoint.part_record import PartRecord
 from hpcrun.checkpoint.seal import SlotPlan, seal_part
 from hpcrun.errors import SiteError
-from hpcrun.specs.saves import Saved, read_save, saved_steps
+from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint, resumable_checkpoints
 
 _WHOLE_COPY_LEVELS: frozenset[CheckpointLevel] = frozenset({"local", "durable", "object"})
 """Levels that have a node's parts themselves, and not only what others need to make them again."""
@@ -350,11 +350,12 @@ class FlushPipeline:
             return True
         if self._checkpoints is None:
             return False
-        saved = read_save(self._checkpoints / f"step-{stamp.step:08d}")
-        if isinstance(saved, Saved) and saved.generation == stamp.generation:
+        saved = read_saved_checkpoint(self._checkpoints / f"step-{stamp.step:08d}")
+        if isinstance(saved, SavedCheckpoint) and saved.generation == stamp.generation:
             return True
         return any(
-            one.step >= stamp.step and one.attempt >= stamp.attempt for one in saved_steps(self._checkpoints)
+            one.step >= stamp.step and one.attempt >= stamp.attempt
+            for one in resumable_checkpoints(self._checkpoints)
         )
 
     def close(self) -> None:

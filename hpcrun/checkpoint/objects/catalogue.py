@@ -28,8 +28,8 @@ from hpcrun.checkpoint.format import MANIFEST_NAME, PART_ALIGN, DamagedError, da
 from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.objects.store import ListedObject, ObjectStore, open_object_store
 from hpcrun.errors import UsageError
-from hpcrun.specs.descent import line_of, order
-from hpcrun.specs.saves import RECORD, Saved, Unreadable, parse_record
+from hpcrun.specs.descent import lineage_order, select_lineage
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, UnreadableCheckpoint, parse_commit_record
 
 MIN_OBJECT_BYTES = 64 << 20
 """The least size of an object, but for files that are smaller; the largest is eight times this."""
@@ -67,7 +67,7 @@ class StoredObject(NamedTuple):
 class ObjectCopy:
     """A committed generation in a store."""
 
-    saved: Saved
+    saved: SavedCheckpoint
     """Its record, with level `object`."""
     place: str
     """What the keys of its objects begin with."""
@@ -161,11 +161,13 @@ def list_generation_copies(
     """
     place = run_key_prefix(run_id)
     found = _group_by_generation(store, place)
-    committed = [(key, names) for key, names in found.items() if RECORD in names]
+    committed = [(key, names) for key, names in found.items() if COMMIT_RECORD in names]
     if newest is not None:
         committed = sorted(committed, key=lambda one: _parse_key_step(one[0]))[-newest:]
     with ThreadPoolExecutor(2 * MAX_PARALLEL_CALLS) as pool:
-        texts = list(pool.map(lambda one: _read_record_text(store, f"{place}{one[0]}/{RECORD}"), committed))
+        texts = list(
+            pool.map(lambda one: _read_record_text(store, f"{place}{one[0]}/{COMMIT_RECORD}"), committed)
+        )
     copies, unreadable = list[ObjectCopy](), list[BrokenObjectCopy]()
     for (key, names), text in zip(committed, texts, strict=True):
         if text is not None:  # else it was removed meanwhile
@@ -195,13 +197,13 @@ def prune_object_copies(store: ObjectStore, run_id: str, keep: int) -> list[Obje
     place = run_key_prefix(run_id)
     copies, _ = list_generation_copies(store, run_id)
     whole = [copy for copy in copies if copy.problem is None]
-    line = {saved.generation for saved in line_of(copy.saved for copy in whole)}
+    line = {saved.generation for saved in select_lineage(copy.saved for copy in whole)}
     on_line = sorted(
-        (copy for copy in whole if copy.saved.generation in line), key=lambda one: order(one.saved)
+        (copy for copy in whole if copy.saved.generation in line), key=lambda one: lineage_order(one.saved)
     )
     removed = on_line[:-keep]
     for copy in removed:
-        store.delete(f"{copy.place}{RECORD}")
+        store.delete(f"{copy.place}{COMMIT_RECORD}")
         store.delete_prefix(copy.place)
     if whole:
         listed = _group_by_generation(store, place)
@@ -209,7 +211,7 @@ def prune_object_copies(store: ObjectStore, run_id: str, keep: int) -> list[Obje
         now = max((one.changed or 0.0 for names in listed.values() for one in names.values()), default=0.0)
         for key, names in listed.items():
             if (
-                RECORD not in names
+                COMMIT_RECORD not in names
                 and _parse_key_step(key) < on_line[-1].saved.step
                 and _is_stale(names, now)
             ):
@@ -270,20 +272,20 @@ def _parse_copy(
 ) -> ObjectCopy | BrokenObjectCopy:
     """A copy from its record, which must be of what its key says."""
     url = f"{store.url}/{place}{key}"
-    saved = parse_record(Path(url), text)
-    if isinstance(saved, Unreadable):
+    saved = parse_commit_record(Path(url), text)
+    if isinstance(saved, UnreadableCheckpoint):
         return BrokenObjectCopy(url, saved.problem)
     numbers = (saved.step, saved.position, saved.world_size, saved.manifest_bytes, *saved.file_bytes)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        return BrokenObjectCopy(url, f"{RECORD} is no record of a save")
+        return BrokenObjectCopy(url, f"{COMMIT_RECORD} is no record of a save")
     if key != f"step-{saved.step:08d}.{saved.generation}":
-        return BrokenObjectCopy(url, f"{RECORD} is the record of another generation")
+        return BrokenObjectCopy(url, f"{COMMIT_RECORD} is the record of another generation")
     return ObjectCopy(
         replace(saved, level="object"), f"{place}{key}/", url, names, _find_listing_problem(saved, names)
     )
 
 
-def _find_listing_problem(saved: Saved, names: dict[str, ListedObject]) -> str | None:
+def _find_listing_problem(saved: SavedCheckpoint, names: dict[str, ListedObject]) -> str | None:
     """What the sizes of a listing show to be wrong."""
     if MANIFEST_NAME not in names:
         return f"{MANIFEST_NAME} is missing"

@@ -29,14 +29,14 @@ from hpcrun.checkpoint.objects.store import TRANSFER_BYTES, ObjectStore, open_ob
 from hpcrun.checkpoint.part_writer import write_synced_file
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import sync_directory
-from hpcrun.specs.saves import RECORD, Saved, read_saves, render_record
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints, render_commit_record
 
 DownloadProgress = Callable[[int], None]
 
 
 def download_copy(
     store: ObjectStore, copy: ObjectCopy, checkpoints: Path, show: DownloadProgress = lambda _size: None
-) -> Saved:
+) -> SavedCheckpoint:
     """Bring a copy home as a save of the run directory: aside, proved to the last byte, then renamed.
 
     What an interrupted download has brought is not fetched again. DamagedError when it is not what was saved;
@@ -55,7 +55,7 @@ def download_copy(
     with GenerationReader(home) as generation:
         if damage := next(generation.damages(), None):
             raise DamagedError(f"{damage} (as {copy.url} has it)")
-    write_synced_file(aside / RECORD, render_record(home).encode())
+    write_synced_file(aside / COMMIT_RECORD, render_commit_record(home).encode())
     sync_directory(aside)
     if final.exists():
         quarantine_generation(final)
@@ -71,7 +71,7 @@ def download_generation(
     generation: str,
     checkpoints: Path,
     show: DownloadProgress = lambda _size: None,
-) -> Saved:
+) -> SavedCheckpoint:
     """`download` of a generation, unless the run directory has it whole; DamagedError without a copy."""
     with open_object_store(url, endpoint) as store:
         store.check()
@@ -81,9 +81,9 @@ def download_generation(
     raise DamagedError(f"{url}: has no copy of generation {generation} of {run_id}")
 
 
-def find_whole_save(copy: ObjectCopy, checkpoints: Path) -> Saved | None:
+def find_whole_save(copy: ObjectCopy, checkpoints: Path) -> SavedCheckpoint | None:
     """The save of the run directory that is this generation, if every byte of it is right."""
-    for saved in read_saves(checkpoints)[0]:
+    for saved in read_saved_checkpoints(checkpoints)[0]:
         if saved.generation == copy.saved.generation:
             try:
                 with GenerationReader(saved) as generation:

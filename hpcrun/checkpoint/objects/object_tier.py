@@ -26,7 +26,7 @@ from hpcrun.checkpoint.objects.upload import (
 )
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
-from hpcrun.specs.saves import RECORD, Saved, read_saves
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints
 
 
 class ObjectTier:
@@ -54,7 +54,10 @@ class ObjectTier:
     def store(self, load: NodeShards) -> dict[str, Any]:
         """Copy this node's share, and commit where part 0 is ours; SiteError leaves no record."""
         saved = self._durable(load)
-        manifest, record = (saved.path / MANIFEST_NAME).read_bytes(), (saved.path / RECORD).read_bytes()
+        manifest, record = (
+            (saved.path / MANIFEST_NAME).read_bytes(),
+            (saved.path / COMMIT_RECORD).read_bytes(),
+        )
         done = UploadResult()
         facts: dict[str, Any] = {"url": self._spec.url}
         try:
@@ -98,11 +101,11 @@ class ObjectTier:
     def retain(self, generations: Collection[str]) -> None:
         """Nothing: the store keeps copies by its own count, and who commits one removes the oldest."""
 
-    def _durable(self, load: NodeShards) -> Saved:
+    def _durable(self, load: NodeShards) -> SavedCheckpoint:
         """The save of the run directory that is of this generation; it may be committed by another node."""
         until = time.monotonic() + self._patience_s
         while True:
-            for saved in read_saves(self._checkpoints)[0]:
+            for saved in read_saved_checkpoints(self._checkpoints)[0]:
                 if saved.generation == load.stamp.generation:
                     return saved
             if self._hurry.is_set() or time.monotonic() >= until:

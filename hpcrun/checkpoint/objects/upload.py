@@ -34,7 +34,7 @@ from hpcrun.checkpoint.objects.catalogue import (
 from hpcrun.checkpoint.objects.store import TRANSFER_BYTES, ListedObject, ObjectPresence, ObjectStore
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import UntrustedFileError, open_regular
-from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved
+from hpcrun.specs.saves import COMMIT_RECORD, SAVE_FORMAT_VERSION, SavedCheckpoint
 
 UploadProgress = Callable[[int], None]
 ReadBytes = Callable[[int, int], bytes]
@@ -100,7 +100,7 @@ class FileSource:
 def upload_save(
     store: ObjectStore,
     run_id: str,
-    saved: Saved,
+    saved: SavedCheckpoint,
     *,
     least: int = MIN_OBJECT_BYTES,
     show: UploadProgress = lambda _size: None,
@@ -109,7 +109,7 @@ def upload_save(
 
     It is proved first: DamagedError for one that is not whole. A failure leaves no record.
     """
-    if saved.format_version != FORMAT_VERSION:
+    if saved.format_version != SAVE_FORMAT_VERSION:
         raise UsageError(f"{saved.path}: is of format {saved.format_version}, which is not copied to a store")
     with GenerationReader(saved) as generation:
         if damage := next(generation.damages(), None):
@@ -122,7 +122,11 @@ def upload_save(
         finally:
             source.close()
     commit_object_copy(
-        store, run_id, saved, (saved.path / MANIFEST_NAME).read_bytes(), (saved.path / RECORD).read_bytes()
+        store,
+        run_id,
+        saved,
+        (saved.path / MANIFEST_NAME).read_bytes(),
+        (saved.path / COMMIT_RECORD).read_bytes(),
     )
     return done
 
@@ -130,7 +134,7 @@ def upload_save(
 def upload_file(
     store: ObjectStore,
     run_id: str,
-    saved: Saved,
+    saved: SavedCheckpoint,
     number: int,
     source: DataSource,
     *,
@@ -170,7 +174,7 @@ def upload_file(
 def commit_object_copy(
     store: ObjectStore,
     run_id: str,
-    saved: Saved,
+    saved: SavedCheckpoint,
     manifest: bytes,
     record: bytes,
     patience_s: float = 0.0,
@@ -190,7 +194,7 @@ def commit_object_copy(
         if hurry.is_set() or time.monotonic() - since >= patience_s:
             raise SiteError(f"{copy.url}: not committed: {missing}")
         hurry.wait(min(COMMIT_POLL_S, patience_s))
-    for name, data in ((MANIFEST_NAME, manifest), (RECORD, record)):
+    for name, data in ((MANIFEST_NAME, manifest), (COMMIT_RECORD, record)):
         if store.presence(f"{place}{name}", len(data), zlib.crc32(data)) != "same":
             store.write(f"{place}{name}", data)
     store.abort_incomplete_uploads(place)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.graph import plural
+from hpcrun.fabric.graph import pluralize
 from hpcrun.hostlist import fold_hosts
 
 ParityScheme = Literal["none", "partner", "xor", "rs"]
@@ -80,7 +80,7 @@ class ErasureSets:
     def _survived(self) -> str:
         most = min(self.parity)
         claims = [
-            f"any one {level}" if units == 1 else f"any {units} {plural(level, units)}"
+            f"any one {level}" if units == 1 else f"any {units} {pluralize(level, units)}"
             for level in reversed(list(self.domains))
             if (units := self._most_units(level))
         ]
@@ -103,7 +103,7 @@ class ErasureSets:
             ]
             if fatal:
                 more = f" and {len(fatal) - _MAX_NAMED} more" if len(fatal) > _MAX_NAMED else ""
-                words = plural(level, len(fatal))
+                words = pluralize(level, len(fatal))
                 claims.append(f"{words} {', '.join(fatal[:_MAX_NAMED])}{more}")
         return f"does not survive the loss of {'; '.join(claims)}"
 
@@ -121,7 +121,7 @@ class ErasureSets:
 
 def format_node_count(count: int) -> str:
     """`1 node`, `2 nodes`."""
-    return f"{count} {plural(NODE_DOMAIN, count)}"
+    return f"{count} {pluralize(NODE_DOMAIN, count)}"
 
 
 def choose_erasure_sets(
@@ -262,5 +262,6 @@ def _not_survivable_text(
     return (
         f"{_KEY}.survive: the loss of any one {survive} is not survived: {survive} {unit} has {count} of"
         f" {format_node_count(len(nodes))}, and a set can lose {format_node_count(parity)}; take nodes of"
-        f" more {plural(survive, 2)} (resources.placement: spread){stronger}, or set survive: {NODE_DOMAIN}"
+        f" more {pluralize(survive, 2)} (resources.placement: spread){stronger}, or set survive:"
+        f" {NODE_DOMAIN}"
     )

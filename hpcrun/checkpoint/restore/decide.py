@@ -20,8 +20,8 @@ from hpcrun.checkpoint.levels import (
     SetMember,
 )
 from hpcrun.checkpoint.restore_plan import SHARED_NODE, PartSource, RebuildOrder, RestorePlan, SurvivingMember
-from hpcrun.specs.descent import line_of, order
-from hpcrun.specs.saves import Saved, Unreadable, step_of
+from hpcrun.specs.descent import lineage_order, select_lineage
+from hpcrun.specs.saves import SavedCheckpoint, UnreadableCheckpoint, step_of_directory
 
 SUSPECT_AFTER_FAILURES = 2
 """So many failures, and a generation is passed over."""
@@ -42,12 +42,12 @@ class ObjectCandidate:
 
 def decide_restore(
     holdings: Iterable[InventoryEntry],
-    saves: Sequence[Saved],
-    unreadable: Sequence[Unreadable],
+    saves: Sequence[SavedCheckpoint],
+    unreadable: Sequence[UnreadableCheckpoint],
     objects: Sequence[ObjectCandidate],
     poison: Mapping[str, int],
     nodes: Sequence[str],
-    check: Callable[[Saved], str | None] = lambda _saved: None,
+    check: Callable[[SavedCheckpoint], str | None] = lambda _saved: None,
     scraps: FindIntactParts = lambda _stamp, _missing: None,
 ) -> RestorePlan:
     """The plan for the newest generation that is whole, of the line of starts that the run is on.
@@ -60,17 +60,17 @@ def decide_restore(
     """
     near = _group_entries(holdings, {*nodes, SHARED_NODE})
     poisoned = {generation for generation, count in poison.items() if count >= SUSPECT_AFTER_FAILURES}
-    known: list[GenerationId | Saved | ObjectCandidate] = [*near, *saves, *objects]
-    line = {order(one) for one in line_of(_candidate_id(one) for one in known)}
+    known: list[GenerationId | SavedCheckpoint | ObjectCandidate] = [*near, *saves, *objects]
+    line = {lineage_order(one) for one in select_lineage(_candidate_id(one) for one in known)}
     found = _RestoreCandidates(near, nodes, check, scraps)
     for one in known:
-        found.add(order(_candidate_id(one)), _suspect_key(one, poisoned), one)
-    lost = sorted(unreadable, key=lambda one: step_of(one.path), reverse=True)
-    newest = max([step for _, step in line] + [step_of(one.path) for one in lost], default=0)
+        found.add(lineage_order(_candidate_id(one)), _suspect_key(one, poisoned), one)
+    lost = sorted(unreadable, key=lambda one: step_of_directory(one.path), reverse=True)
+    newest = max([step for _, step in line] + [step_of_directory(one.path) for one in lost], default=0)
     used = tuple(sorted(poisoned))
     passed_over: list[str] = []
     for place in sorted(line, reverse=True):
-        while lost and step_of(lost[0].path) >= place[1]:
+        while lost and step_of_directory(lost[0].path) >= place[1]:
             passed_over.append(_damage_text(lost.pop(0)))
         plan = found.best(place, passed_over)
         if plan is not None:
@@ -81,24 +81,24 @@ def decide_restore(
     return RestorePlan(None, lost_steps=max(newest, 0), passed_over=tuple(passed_over), poisoned=used)
 
 
-def _candidate_id(one: GenerationId | Saved | ObjectCandidate) -> GenerationId:
+def _candidate_id(one: GenerationId | SavedCheckpoint | ObjectCandidate) -> GenerationId:
     if isinstance(one, ObjectCandidate):
         return one.stamp
     return one if isinstance(one, GenerationId) else generation_id_of(one)
 
 
-def _suspect_key(one: GenerationId | Saved | ObjectCandidate, poisoned: Collection[str]) -> str:
+def _suspect_key(one: GenerationId | SavedCheckpoint | ObjectCandidate, poisoned: Collection[str]) -> str:
     """What a candidate is poisoned as; empty where it is not."""
-    key = save_failure_key(one) if isinstance(one, Saved) else _candidate_id(one).generation
+    key = save_failure_key(one) if isinstance(one, SavedCheckpoint) else _candidate_id(one).generation
     is_bad = key in poisoned or (isinstance(one, GenerationId) and node_failure_key(key) in poisoned)
     return key if is_bad else ""
 
 
-def _damage_text(one: Unreadable) -> str:
+def _damage_text(one: UnreadableCheckpoint) -> str:
     return f"{one.path}: is damaged: {one.problem}"
 
 
-def save_failure_key(saved: Saved) -> str:
+def save_failure_key(saved: SavedCheckpoint) -> str:
     """What a save is known by where its failures are counted."""
     return saved.generation or saved.path.name
 
@@ -108,7 +108,7 @@ def node_failure_key(generation: str) -> str:
     return f"near:{generation}"
 
 
-_RestoreCandidate = GenerationId | Saved | ObjectCandidate
+_RestoreCandidate = GenerationId | SavedCheckpoint | ObjectCandidate
 
 
 class _MissingParts(NamedTuple):
@@ -128,7 +128,7 @@ class _RestoreCandidates:
         self,
         near: Mapping[GenerationId, list[InventoryEntry]],
         nodes: Sequence[str],
-        check: Callable[[Saved], str | None],
+        check: Callable[[SavedCheckpoint], str | None],
         scraps: FindIntactParts,
     ) -> None:
         self._near, self._nodes, self._check, self._scraps = near, nodes, check, scraps
@@ -175,7 +175,7 @@ class _RestoreCandidates:
     ) -> tuple[RestorePlan | None, list[str]]:
         """From a save in the run directory; and what is wrong with others of the step."""
         wrong: list[str] = []
-        for saved in (one for one in usable if isinstance(one, Saved)):
+        for saved in (one for one in usable if isinstance(one, SavedCheckpoint)):
             problem = self._check(saved)
             if problem is None:
                 is_held = saved.generation in held
@@ -200,7 +200,7 @@ class _RestoreCandidates:
         return None
 
 
-def generation_id_of(saved: Saved) -> GenerationId:
+def generation_id_of(saved: SavedCheckpoint) -> GenerationId:
     """Which state a save is of."""
     one = saved
     return GenerationId(one.generation, one.step, one.position, one.world_size, one.attempt, one.descent)

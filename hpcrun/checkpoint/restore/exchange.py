@@ -17,22 +17,22 @@ from hpcrun.checkpoint.part_writer import write_all, write_synced_file
 from hpcrun.checkpoint.verify import default_verify_jobs, find_generation_damages
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import allowed_file_directories, open_regular
-from hpcrun.specs.hf_directory import CONFIG, INDEX
+from hpcrun.specs.hf_directory import HF_CONFIG_FILE, SAFETENSORS_INDEX_FILE
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import RECORD, Saved, render_record, saved_steps
-from hpcrun.specs.sha256sums import SUMS
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, render_commit_record, resumable_checkpoints
+from hpcrun.specs.sha256sums import SHA256SUMS_FILE
 from hpcrun.units import render_bytes
 
 _BLOCK = 16 << 20
 _PARTIAL = ".partial"
 _MAX_BYTES = {
-    RECORD: 16 << 20,
-    SUMS: 16 << 20,
+    COMMIT_RECORD: 16 << 20,
+    SHA256SUMS_FILE: 16 << 20,
     "hpcrun.json": 1 << 20,
     "spec.yaml": 1 << 20,
-    CONFIG: 1 << 20,
-    INDEX: 256 << 20,
+    HF_CONFIG_FILE: 1 << 20,
+    SAFETENSORS_INDEX_FILE: 256 << 20,
     ".metadata": 1 << 30,
 }
 """Of files from elsewhere that are read whole."""
@@ -95,7 +95,7 @@ def atomic_directory(directory: Path | str) -> Iterator[Path]:
 
 
 def copy_generation_out(
-    saved: Saved,
+    saved: SavedCheckpoint,
     directory: Path,
     progress: Callable[[int], None] = lambda _size: None,
     *,
@@ -117,7 +117,7 @@ def copy_generation_out(
         finally:
             os.close(source)
     told = replace(saved, **asdict(owner)) if owner else saved
-    write_synced_file(directory / RECORD, render_record(told).encode())
+    write_synced_file(directory / COMMIT_RECORD, render_commit_record(told).encode())
     # What was written is read again, mostly from memory: it proves the copy, and so what it was made from.
     with GenerationReader(replace(saved, path=directory)) as copy:
         found = find_generation_damages(copy, jobs or default_verify_jobs(), progress)
@@ -127,12 +127,12 @@ def copy_generation_out(
 
 
 def copy_generation_in(
-    saved: Saved,
+    saved: SavedCheckpoint,
     checkpoints: Path,
     progress: Callable[[int], None] = lambda _size: None,
     *,
     jobs: int | None = None,
-) -> Saved:
+) -> SavedCheckpoint:
     """A generation from elsewhere as the newest of a run, the same to the last bit but for whose it is."""
     needed, free = sum(saved.file_bytes), shutil.disk_usage(checkpoints.parent).free
     if needed > free:
@@ -166,14 +166,14 @@ class SaveOwner:
     @classmethod
     def for_next_start(cls, checkpoints: Path) -> SaveOwner:
         """Of a save from elsewhere, as if the start that has made the newest save had made it, too."""
-        line = saved_steps(checkpoints)
+        line = resumable_checkpoints(checkpoints)
         attempt, descent = (line[-1].attempt, line[-1].descent) if line else (0, "")
         return cls(RunDir(checkpoints.parent).run_id, attempt, descent)
 
 
 def check_would_be_newest(checkpoints: Path, step: int) -> None:
     """UsageError unless a save of this step would be the one that the run goes on from."""
-    newest = max((saved.step for saved in saved_steps(checkpoints)), default=-1)
+    newest = max((saved.step for saved in resumable_checkpoints(checkpoints)), default=-1)
     if newest >= step:
         raise UsageError(
             f"{checkpoints}: has a save of step {newest}, from which the run would go on, and not from step"

@@ -26,7 +26,7 @@ from hpcrun.checkpoint.part_check import exclude_damaged_parts, find_damaged_par
 from hpcrun.checkpoint.restore.decide import plan_rebuilds
 from hpcrun.checkpoint.restore_plan import SHARED_NODE
 from hpcrun.errors import SiteError
-from hpcrun.specs.saves import Saved
+from hpcrun.specs.saves import SavedCheckpoint
 
 
 class ObjectStoreCopy:
@@ -45,7 +45,7 @@ class ObjectStoreCopy:
         except DamagedError:
             return None
 
-    def record(self) -> Saved | None:
+    def record(self) -> SavedCheckpoint | None:
         """The commit record, as it would be in the run directory."""
         return replace(self._copy.saved, level="durable")
 

@@ -49,7 +49,14 @@ from hpcrun.checkpoint.restore.sources import (
 )
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import FORMAT_VERSION, RECORD, Saved, read_saves, render_record, step_of
+from hpcrun.specs.saves import (
+    COMMIT_RECORD,
+    SAVE_FORMAT_VERSION,
+    SavedCheckpoint,
+    read_saved_checkpoints,
+    render_commit_record,
+    step_of_directory,
+)
 
 _Chunks = list[tuple[ChunkSpec, ChunkLocation]]
 
@@ -76,10 +83,10 @@ class RepairReport:
 
 def find_repair_candidates(checkpoints: Path, step: int | None = None) -> list[Path]:
     """What may need repair: every save, and what was set aside and has no other save in its place."""
-    saves, unreadable = read_saves(checkpoints)
-    found = [saved.path for saved in saves if saved.format_version == FORMAT_VERSION]
+    saves, unreadable = read_saved_checkpoints(checkpoints)
+    found = [saved.path for saved in saves if saved.format_version == SAVE_FORMAT_VERSION]
     found += [one.path for one in unreadable]
-    taken = {step_of(path) for path in found}
+    taken = {step_of_directory(path) for path in found}
     aside = sorted(
         checkpoints.glob(f"{DAMAGED_PREFIX}*"), key=lambda path: path.stat().st_mtime, reverse=True
     )
@@ -127,7 +134,7 @@ def repair_generation(
 
 def _parse_directory_step(path: Path) -> int:
     """Which step a directory was named after, also when it was set aside."""
-    return step_of(Path(path.name.removeprefix(DAMAGED_PREFIX).partition(".")[0]))
+    return step_of_directory(Path(path.name.removeprefix(DAMAGED_PREFIX).partition(".")[0]))
 
 
 def _sibling_copies(path: Path, generation: str) -> list[GenerationCopy]:
@@ -152,7 +159,7 @@ class _RecoveredMetadata:
         self.saved = self._record()
         stamp = next((stamp for stamp in stamps if stamp.generation == told.generation), None)
         if self.saved is None and stamp is None:
-            told.problem = f"{RECORD} is damaged, and no other copy has it"
+            told.problem = f"{COMMIT_RECORD} is damaged, and no other copy has it"
             return
         digest = self.saved.manifest_hash if self.saved else None
         self.manifest = self._manifest(bytes.fromhex(told.generation), digest)
@@ -162,14 +169,14 @@ class _RecoveredMetadata:
             )
         elif self.saved is None and stamp is not None:
             self.saved = _rebuild_record(stamp, told.path, self.manifest)
-            told.mended.append((RECORD, "made again from what a node keeps"))
+            told.mended.append((COMMIT_RECORD, "made again from what a node keeps"))
 
-    def _record(self) -> Saved | None:
+    def _record(self) -> SavedCheckpoint | None:
         for copy in self._copies:
             saved, wanted = copy.record(), (self._told.step, self._told.generation)
             if saved is not None and (saved.step, saved.generation) == wanted:
                 if copy is not self._copies[0]:
-                    self._told.mended.append((RECORD, copy.name))
+                    self._told.mended.append((COMMIT_RECORD, copy.name))
                 return saved
         return None
 
@@ -196,18 +203,18 @@ def _is_manifest(data: bytes, generation: bytes, digest: str | None) -> bool:
         return False
 
 
-def _rebuild_record(stamp: GenerationId, path: Path, data: bytes) -> Saved:
+def _rebuild_record(stamp: GenerationId, path: Path, data: bytes) -> SavedCheckpoint:
     """A commit record made again; when it was written is not known any more."""
     manifest, sizes = parse_manifest(data), dict[int, int]()
     for part in manifest.parts:
         sizes[part.file] = max(sizes.get(part.file, 0), part.start + part.size_bytes)
-    return Saved(
+    return SavedCheckpoint(
         path,
         stamp.step,
         stamp.position,
         stamp.world_size,
         stamp.attempt,
-        format_version=FORMAT_VERSION,
+        format_version=SAVE_FORMAT_VERSION,
         generation=stamp.generation,
         structure=compute_structure_digest(manifest.tensors),
         run_id=RunDir(path.parent.parent).run_id,
@@ -236,7 +243,7 @@ class _GenerationRepair:
     def __init__(
         self,
         told: RepairReport,
-        saved: Saved,
+        saved: SavedCheckpoint,
         manifest: bytes,
         copies: list[GenerationCopy],
         progress: Callable[[int], None],
@@ -353,7 +360,7 @@ class _GenerationRepair:
             for file in range(len(self._saved.file_bytes)):
                 self._place_file(aside, file)
             write_synced_file(aside / MANIFEST_NAME, self._data)
-            write_synced_file(aside / RECORD, render_record(self._saved).encode())
+            write_synced_file(aside / COMMIT_RECORD, render_commit_record(self._saved).encode())
             sync_directory(aside)
             self._prove(aside)
             if final.exists():

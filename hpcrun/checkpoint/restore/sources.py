@@ -38,7 +38,7 @@ from hpcrun.checkpoint.format import (
 from hpcrun.checkpoint.generation import MAX_MANIFEST_BYTES
 from hpcrun.checkpoint.levels import InventoryEntry
 from hpcrun.files import UntrustedFileError, open_own, open_regular, read_regular
-from hpcrun.specs.saves import Saved, read_save
+from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint
 
 
 class GenerationCopy(Protocol):
@@ -55,7 +55,7 @@ class GenerationCopy(Protocol):
     def manifest(self) -> bytes | None:
         """The manifest, as it is found there; None where there is none."""
 
-    def record(self) -> Saved | None:
+    def record(self) -> SavedCheckpoint | None:
         """The commit record, where the copy has one."""
 
     def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
@@ -83,10 +83,10 @@ class DirectoryCopy:
         except (OSError, UntrustedFileError):
             return None
 
-    def record(self) -> Saved | None:
+    def record(self) -> SavedCheckpoint | None:
         """The commit record, where it is whole."""
-        saved = read_save(self.path)
-        return saved if isinstance(saved, Saved) else None
+        saved = read_saved_checkpoint(self.path)
+        return saved if isinstance(saved, SavedCheckpoint) else None
 
     def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
         """Fill a buffer from a place in a part."""
@@ -112,7 +112,7 @@ class NodeCopy:
         """Nothing: a node keeps parts."""
         return None
 
-    def record(self) -> Saved | None:
+    def record(self) -> SavedCheckpoint | None:
         """Nothing; the stamp tells as much."""
         return None
 
@@ -132,8 +132,8 @@ def identify_generation(path: Path, step: int | None = None) -> str | None:
 
     The record of another step than the expected one has come there by mistake.
     """
-    saved = read_save(path)
-    if isinstance(saved, Saved) and step in (None, saved.step):
+    saved = read_saved_checkpoint(path)
+    if isinstance(saved, SavedCheckpoint) and step in (None, saved.step):
         return saved.generation or None
     copy = DirectoryCopy(path)
     try:

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from hpcrun import process
-from hpcrun.fabric.inventory import try_inventory
+from hpcrun.fabric.inventory import try_read_node_inventory
 from hpcrun.files import open_for_append
 from hpcrun.health.preflight import answer_preflight
 from hpcrun.launch.agents.local_ranks import NodeRanks
@@ -63,7 +63,7 @@ class Agent:
         self._supervisor_client = SupervisorClient(
             run, self._node, position, self._successor.may_claim if self._successor else None
         )
-        found = try_inventory()
+        found = try_read_node_inventory()
         self._inside = found.as_json() if found else None
         self._worker_process = WorkerProcess(run, self._node, lambda message: self._say(message), os.environ)
         self._meeting = NodeRendezvous()

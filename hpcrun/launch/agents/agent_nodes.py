@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpcrun.fabric.inventory import Inventory, parse_inventory
+from hpcrun.fabric.inventory import NodeInventory, parse_node_inventory
 from hpcrun.health.connection_test import choose_targets, describe_unreachable
 from hpcrun.health.preflight import MAX_PREFLIGHT_S, PreflightRequest
 from hpcrun.launch.agents.agent_pool import AgentHandle, AgentPool
@@ -104,10 +104,11 @@ class AgentNodes:
         return {node: (address, pattern) for node, (address, pattern) in told.items() if address and pattern}
 
     @property
-    def inventories(self) -> dict[str, Inventory]:
+    def inventories(self) -> dict[str, NodeInventory]:
         """What the agents have said with their first words."""
         said = (
-            (node, parse_inventory(one.hello.get("inside"))) for node, one in self._agent_pool.members.items()
+            (node, parse_node_inventory(one.hello.get("inside")))
+            for node, one in self._agent_pool.members.items()
         )
         return {node: found for node, found in said if found is not None}
 

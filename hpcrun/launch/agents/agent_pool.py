@@ -255,7 +255,7 @@ class AgentPool:
     def pump(self, timeout_s: float) -> Iterator[tuple[AgentHandle, dict[str, Any]]]:
         """What has come in, of agents that live; FencedError where another supervisor leads."""
         for pulse in self._heartbeats:
-            pulse.touch()
+            pulse.beat()
         self._leadership.check()
         aside, self._deferred = self._deferred, []
         yield from aside

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.fabric.inventory import Inventory, try_inventory
+from hpcrun.fabric.inventory import NodeInventory, try_read_node_inventory
 from hpcrun.health.preflight import PreflightRequest, answer_preflight
 from hpcrun.launch.agents.local_ranks import NodeRanks
 from hpcrun.launch.agents.local_workers import LocalWorkers
@@ -52,9 +52,9 @@ class LocalNode:
         return {}
 
     @property
-    def inventories(self) -> dict[str, Inventory]:
+    def inventories(self) -> dict[str, NodeInventory]:
         """That of this host, where it can be had."""
-        found = try_inventory()
+        found = try_read_node_inventory()
         return {os.uname().nodename: found} if found else {}
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpcrun.fabric.inventory import Inventory
+from hpcrun.fabric.inventory import NodeInventory
 from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch.attempt_events import (
     AttemptEvent,
@@ -37,7 +37,7 @@ class Nodes(Protocol):
         """Where in the network the nodes say they are: SLURM_TOPOLOGY_ADDR and its pattern."""
 
     @property
-    def inventories(self) -> dict[str, Inventory]:
+    def inventories(self) -> dict[str, NodeInventory]:
         """What the nodes that have said so have inside."""
 
     def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:

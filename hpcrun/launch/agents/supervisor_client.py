@@ -58,7 +58,7 @@ class SupervisorClient:
     def hear(self) -> list[dict[str, Any]]:
         """The orders that have come."""
         for pulse in self._heartbeats:
-            pulse.touch()
+            pulse.beat()
         messages = self.session.hear()
         if messages:
             self.lease_monitor.heard()

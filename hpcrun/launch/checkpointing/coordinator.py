@@ -42,7 +42,13 @@ from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.run_variables import DRAIN_VARIABLE, NODE_MARK
 from hpcrun.specs.rundir import Attempt, RunDir
-from hpcrun.specs.saves import Saved, read_saves, refuse_strangers, saved_steps, sort_saves
+from hpcrun.specs.saves import (
+    SavedCheckpoint,
+    read_saved_checkpoints,
+    refuse_foreign_checkpoints,
+    resumable_checkpoints,
+    sort_checkpoints,
+)
 
 _TRIES = 3
 _MAX_NAMED = 8
@@ -96,7 +102,7 @@ class CheckpointCoordinator:
 
     def step(self, *, is_node_lost: bool = False) -> int:
         """The newest step that can be gone on from, as far as is known without asking."""
-        steps = saved_steps(self._run.checkpoints)
+        steps = resumable_checkpoints(self._run.checkpoints)
         restored = self._restored.step if self._restored else 0
         near = self._level_tracker.complete.get("parity" if is_node_lost else "memory", 0)
         if is_node_lost:
@@ -202,8 +208,8 @@ class CheckpointCoordinator:
         return self._look_around([one for one in holdings if one.parity is None], placement)
 
     def _look_around(self, holdings: Sequence[InventoryEntry], placement: Placement) -> RestorePlan:
-        saves, unreadable = read_saves(self._run.checkpoints)
-        found = sort_saves(self._run.checkpoints, saves)
+        saves, unreadable = read_saved_checkpoints(self._run.checkpoints)
+        found = sort_checkpoints(self._run.checkpoints, saves)
         there = [node for node in self._nodes.alive if node not in placement.nodes]
         nodes = [node for node in [*placement.nodes, *there] if node in self._nodes.alive]
         check = _check_metadata if self.has_levels else _check_files
@@ -243,10 +249,10 @@ class CheckpointCoordinator:
 
     def _write(self, attempt: Attempt, plan: RestorePlan) -> None:
         # What is damaged ranks see for themselves, but not what has failed.
-        saves, unreadable = read_saves(self._run.checkpoints)
-        found = sort_saves(self._run.checkpoints, saves)
+        saves, unreadable = read_saved_checkpoints(self._run.checkpoints)
+        found = sort_checkpoints(self._run.checkpoints, saves)
         if plan.stamp is None:
-            refuse_strangers(self._run.checkpoints, found)
+            refuse_foreign_checkpoints(self._run.checkpoints, found)
         has_saves = bool(found.own or unreadable) and (self.has_levels or plan.poisoned)
         if plan.stamp is None and has_saves:
             raise SiteError(
@@ -308,7 +314,7 @@ class CheckpointCoordinator:
         if outcome.status == "done" and self.has_levels:
             self._clean_up()
             return
-        failed = read_json(outcome.files.unrestored)
+        failed = read_json(outcome.files.restore_failure)
         if isinstance(failed, dict) and failed.get("generation"):
             self._failed_to_load(str(failed["generation"]))
             return
@@ -320,7 +326,7 @@ class CheckpointCoordinator:
 
     def _clean_up(self) -> None:
         """The run is done: what it has on nodes' own disks nobody needs, unless it is newer than all else."""
-        steps = saved_steps(self._run.checkpoints)
+        steps = resumable_checkpoints(self._run.checkpoints)
         if steps and steps[-1].step >= self.step():
             self._workers.release([])
         elif self._spec.checkpoint.local is not None:
@@ -347,12 +353,12 @@ def _is_in_set(holding: InventoryEntry, stamp: GenerationId, members: object) ->
     return holding.stamp == stamp and holding.parity is not None and holding.parity.members == members
 
 
-def _check_files(saved: Saved) -> str | None:
+def _check_files(saved: SavedCheckpoint) -> str | None:
     """Where ranks look for themselves: whether the files are there, and as long as they should be."""
     return find_save_problem(saved)
 
 
-def _check_metadata(saved: Saved) -> str | None:
+def _check_metadata(saved: SavedCheckpoint) -> str | None:
     """All that can be seen without reading the data."""
     if saved.format_version == 1:
         return None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
-from hpcrun.specs.saves import Saved, saved_steps
+from hpcrun.specs.saves import SavedCheckpoint, resumable_checkpoints
 from hpcrun.units import parse_time
 
 _MIN_POLL_S = 5.0
@@ -25,7 +25,7 @@ class DurabilityWatchdog:
         self._text = spec.max_undurable
         self._since = self._looked = clock()
         self._is_told = False
-        self._newest: Saved | None = None
+        self._newest: SavedCheckpoint | None = None
 
     def begin(self) -> None:
         """An attempt begins: what was before is not its fault."""
@@ -55,6 +55,6 @@ class DurabilityWatchdog:
             f" {said}"
         )
 
-    def _look(self) -> Saved | None:
-        steps = saved_steps(self._run.checkpoints)
+    def _look(self) -> SavedCheckpoint | None:
+        steps = resumable_checkpoints(self._run.checkpoints)
         return steps[-1] if steps else None

@@ -15,8 +15,8 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.checkpointing.pumping import run_while_pumping
 from hpcrun.launch.checkpointing.suspect_saves import read_suspect_saves
 from hpcrun.specs.checkpoint import ObjectSpec
-from hpcrun.specs.descent import order
-from hpcrun.specs.records import read_lines
+from hpcrun.specs.descent import lineage_order
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 
 
@@ -43,7 +43,9 @@ class ObjectStoreSource:
         newest = plan.lost_steps + (plan.stamp.step if plan.stamp else 0)
         while True:
             far = decide_restore([], [], [], copies, read_suspect_saves(self._run), nodes)
-            if far.stamp is None or (plan.stamp is not None and order(far.stamp) <= order(plan.stamp)):
+            if far.stamp is None or (
+                plan.stamp is not None and lineage_order(far.stamp) <= lineage_order(plan.stamp)
+            ):
                 return plan
             stamp = far.stamp
             self._note(f"step {stamp.step} is fetched from {far.copy}: nothing nearer is whole")
@@ -73,5 +75,5 @@ class ObjectStoreSource:
         """Whether an earlier attempt has told of a copy."""
         return any(
             line.get("event") == "checkpoint" and line.get("level") == "object" and not line.get("problem")
-            for line in read_lines(self._run.events)
+            for line in read_json_lines(self._run.events)
         )

@@ -22,7 +22,7 @@ from hpcrun.runs.lease import (
 )
 from hpcrun.runs.run_lock import lock_run, read_supervisor_record, take_over_run_lock
 from hpcrun.slurm.allocation import Allocation
-from hpcrun.specs.records import LineReader, LineWriter, read_json, read_lines
+from hpcrun.specs.records import JsonLineReader, JsonLineWriter, read_json, read_json_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _POLL_S = 1.0
@@ -102,7 +102,7 @@ class FailoverState:
         return outcome
 
     def _tell(self, run: RunDir, outcome: AttemptOutcome, lost: Sequence[NodeLost]) -> None:
-        events = LineWriter(run.events)
+        events = JsonLineWriter(run.events)
 
         def write(event: str, **more: object) -> None:
             now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
@@ -148,7 +148,7 @@ def read_left_out_nodes(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
     attempt, goes_on = 0, True
     lost: set[str] = set()
     out: set[str] = set()
-    for event in read_lines(run.events):
+    for event in read_json_lines(run.events):
         number = event.get("attempt")
         if isinstance(number, int) and number > attempt:
             if not goes_on:  # in another allocation
@@ -167,7 +167,7 @@ def _was_asked_to_stop(attempt: Attempt) -> bool:
     A wish names the newest attempt that whoever made it saw: the time stamps are of two hosts.
     """
     wish = read_json(attempt.run.wish)
-    events = read_lines(attempt.run.events)
+    events = read_json_lines(attempt.run.events)
     told = [one for one in events if one.get("attempt") == attempt.number and one.get("event") == "signal"]
     if any(one.get("signal") in ("SIGTERM", "SIGINT") for one in told):
         return True
@@ -175,7 +175,7 @@ def _was_asked_to_stop(attempt: Attempt) -> bool:
 
 
 def _last_step(attempt: Attempt) -> int | None:
-    lines = LineReader(attempt.run.metrics).read()
+    lines = JsonLineReader(attempt.run.metrics).read()
     own = [one for one in lines if one.get("attempt") == attempt.number and one.get("kind", "step") == "step"]
     step = own[-1].get("step") if own else None
     return step if isinstance(step, int) else None

@@ -13,7 +13,7 @@ from hpcrun.files import open_for_append
 from hpcrun.launch.heartbeat import Heartbeat
 from hpcrun.runs.lease import LEASE_RENEW_S, Leadership
 from hpcrun.slurm.allocation import Allocation, batch_identity
-from hpcrun.slurm.client import run_client
+from hpcrun.slurm.client import run_slurm_client
 from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
@@ -48,7 +48,7 @@ class SuccessorProcess:
             leadership = Leadership(self._run, epoch)
             self._heartbeat = Heartbeat(LEASE_RENEW_S, leadership.renew)
             self._start(epoch)
-        self._heartbeat.touch()
+        self._heartbeat.beat()
         assert self._child is not None
         is_late = time.monotonic() - self._began > _START_TIMEOUT_S
         if met < epoch and not is_late and self._child.poll() is None:
@@ -84,7 +84,7 @@ class SuccessorProcess:
         record = read_json(self._run.exit)
         self.has_ended_job = True
         if isinstance(record, dict):  # it has told by itself why it could not go on
-            run_client(["scancel", self._allocation.id], timeout_s=60)
+            run_slurm_client(["scancel", self._allocation.id], timeout_s=60)
             return
         told = f"the supervisor did not answer any more; the agent of {os.uname().nodename} has"
         try:
@@ -94,7 +94,7 @@ class SuccessorProcess:
             ended = {"status": "failed", "exit_code": EXIT_RANKS_DIED, "message": message, "attempt": None}
             ended |= {"step": None, "slurm_state": "CANCELLED", **batch_identity(os.environ)}
             write_json(self._run.exit, ended | {"ended": time.time()})
-            run_client(["scancel", self._allocation.id], timeout_s=60)
+            run_slurm_client(["scancel", self._allocation.id], timeout_s=60)
             log_line(message)
             return
         log_line(f"{told} queued the job again")

@@ -20,7 +20,7 @@ from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.lease import read_leader
 from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.slurm.allocation import Allocation, batch_identity, find_allocation
-from hpcrun.slurm.client import run_client
+from hpcrun.slurm.client import run_slurm_client
 from hpcrun.specs.cluster import load_cluster
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
@@ -53,7 +53,7 @@ def run_failover(run_path: str, epoch: str) -> int:
         with contextlib.suppress(OSError):
             write_json(run.exit, record | {"slurm_state": "CANCELLED"})
         log.note(f"ending job {allocation.id}, whose batch script is gone")
-        run_client(["scancel", allocation.id], timeout_s=_SCANCEL_TIMEOUT_S)
+        run_slurm_client(["scancel", allocation.id], timeout_s=_SCANCEL_TIMEOUT_S)
     return code
 
 

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpcrun.fabric.ports import Interface, PciLink, Port
+from hpcrun.fabric.ports import NetworkInterface, PciLink, RdmaPort
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.adapters import bonded, both_ports, elsewhere_routed, left_idle, unmapped
-from hpcrun.tuning.finding import Finding, Level, worst_first
-from hpcrun.tuning.host.gids import Choice, Family, predict
-from hpcrun.tuning.host.node_report import Host
-from hpcrun.tuning.lint.named_files import foreign
-from hpcrun.tuning.lint.traffic_classes import agreement, nccl_class, outside_lossless
-from hpcrun.tuning.registry.device_names import parse_devices, socket_choice
-from hpcrun.tuning.versions import judge_versions, versions_in
+from hpcrun.tuning.adapters import (
+    find_missing_topology_file,
+    find_single_queue_pair_bonds,
+    find_unused_adaptive_routing,
+    find_unused_ports,
+    find_unused_second_ports,
+)
+from hpcrun.tuning.finding import Finding, FindingLevel, sort_findings
+from hpcrun.tuning.host.gids import AddressFamily, GidChoice, predict_gid_choice
+from hpcrun.tuning.host.node_report import HostReport
+from hpcrun.tuning.lint.named_files import why_foreign
+from hpcrun.tuning.lint.traffic_classes import check_class_agreement, check_lossless_class, nccl_traffic_class
+from hpcrun.tuning.registry.device_names import choose_socket_interface, parse_device_list
+from hpcrun.tuning.versions import check_versions, parse_versions
 
 _CONTAINER_SHM = 64 * 2**20
 _SMALL_SHM = 2**30
@@ -29,10 +35,10 @@ _BRIDGES = ("docker", "virbr", "br-", "cni", "veth")
 
 
 @dataclass(frozen=True)
-class Question:
+class HostCheckInput:
     """What a node is judged by: what it says, what the site's profile says, which NCCL will run."""
 
-    host: Host
+    host: HostReport
     network: NetworkSpec
     nccl: tuple[int, ...] | None = None
     uses_ucx: bool = False
@@ -47,11 +53,11 @@ class Question:
         return {**self.advised, **self.host.environ}
 
     @property
-    def used(self) -> list[Port]:
+    def used(self) -> list[RdmaPort]:
         """The ports that a job is to use: the profile's, else those of NCCL_IB_HCA, else all active ones."""
         if self.network.hcas:
             return [port for port in self.host.ports if port.device in self.network.hcas]
-        wanted = parse_devices(self.host.environ.get("NCCL_IB_HCA", ""))
+        wanted = parse_device_list(self.host.environ.get("NCCL_IB_HCA", ""))
         if wanted.entries:
             return [port for port in self.host.ports if wanted.takes(port.device, port.number)]
         return [port for port in self.host.ports if port.is_active]
@@ -62,18 +68,18 @@ class Question:
         return self.environ.get("NCCL_SOCKET_IFNAME", "")
 
 
-def check(question: Question) -> tuple[Finding, ...]:
+def check_host(question: HostCheckInput) -> tuple[Finding, ...]:
     """All that is found, worst first."""
-    return worst_first(finding for one in _CHECKS for finding in one(question))
+    return sort_findings(finding for one in _CHECKS for finding in one(question))
 
 
-def gid_choice(question: Question, port: Port) -> Choice:
+def predict_port_gid(question: HostCheckInput, port: RdmaPort) -> GidChoice:
     """What NCCL takes at a port, by what a job has on this node."""
     environ = question.environ
     index = environ.get("NCCL_IB_GID_INDEX", "")
-    family: Family = "AF_INET6" if environ.get("NCCL_IB_ADDR_FAMILY") == "AF_INET6" else "AF_INET"
+    family: AddressFamily = "AF_INET6" if environ.get("NCCL_IB_ADDR_FAMILY") == "AF_INET6" else "AF_INET"
     cidr = environ.get("NCCL_IB_ADDR_RANGE", "")
-    return predict(
+    return predict_gid_choice(
         port,
         index=int(index) if index.isdecimal() and len(index) < 4 else -1,
         family=family,
@@ -82,7 +88,7 @@ def gid_choice(question: Question, port: Port) -> Choice:
     )
 
 
-def _ports(question: Question) -> Iterator[Finding]:
+def _check_ports(question: HostCheckInput) -> Iterator[Finding]:
     host, network = question.host, question.network
     present = {port.device for port in host.ports}
     for name in network.hcas:
@@ -105,9 +111,9 @@ def _ports(question: Question) -> Iterator[Finding]:
                 yield Finding("fault", "port", port.name, f"is {state}, and jobs are to use it", remedy)
             else:
                 yield Finding("note", "port", port.name, f"is {state}; jobs do not use it")
-    wanted = parse_devices(host.environ.get("NCCL_IB_HCA", ""))
+    wanted = parse_device_list(host.environ.get("NCCL_IB_HCA", ""))
     if not wanted.exact and not wanted.excludes:
-        yield from _wider(host, wanted.names)
+        yield from _check_wide_names(host, wanted.names)
     rates = {port.rate_Gbps for port in question.used if port.rate_Gbps}
     if len(rates) > 1:
         fast = max(rates)
@@ -118,7 +124,7 @@ def _ports(question: Question) -> Iterator[Finding]:
                 yield Finding("warning", "port", port.name, text, remedy, "medium")
 
 
-def _wider(host: Host, names: Sequence[str]) -> Iterator[Finding]:
+def _check_wide_names(host: HostReport, names: Sequence[str]) -> Iterator[Finding]:
     """Names that also take devices that were not meant, as mlx5_1 does mlx5_10."""
     for start in names:
         devices = {port.device for port in host.ports}
@@ -128,32 +134,32 @@ def _wider(host: Host, names: Sequence[str]) -> Iterator[Finding]:
             yield Finding("warning", "port", start, text, f"write NCCL_IB_HCA=={start}")
 
 
-def _gids(question: Question) -> Iterator[Finding]:
+def _check_gids(question: HostCheckInput) -> Iterator[Finding]:
     for port in question.used:
         if not port.is_roce:
             continue
         if not port.gids:
             yield Finding("unknown", "gid", port.name, "its table of GIDs cannot be read, or is empty")
             continue
-        choice = gid_choice(question, port)
+        choice = predict_port_gid(question, port)
         if not choice.why_bad:
             continue
         text = f"NCCL takes index {choice.index}: {choice.why_bad}; peers will not answer (status 12)"
         yield Finding("fault", "gid", port.name, text, _gid_remedy(question, port))
 
 
-def _gid_remedy(question: Question, port: Port) -> str:
+def _gid_remedy(question: HostCheckInput, port: RdmaPort) -> str:
     if "NCCL_IB_GID_INDEX" in question.host.environ:
         return "leave NCCL_IB_GID_INDEX out: newer NCCL (2.21) finds the address by itself"
     if question.nccl is not None and question.nccl < (2, 21):
         right = [gid.index for gid in port.gids if gid.roce == 2 and "ffff:" in gid.address]
         return f"set NCCL_IB_GID_INDEX={right[0]}, or use NCCL 2.21" if right else "use NCCL 2.21 or newer"
-    if not predict(port, family="AF_INET6").why_bad:
+    if not predict_gid_choice(port, family="AF_INET6").why_bad:
         return "it has IPv6 addresses only: set network.address_family: ipv6 in the profile"
     return "give the interface an address that peers can route to"
 
 
-def _pci(question: Question) -> Iterator[Finding]:
+def _check_pci(question: HostCheckInput) -> Iterator[Finding]:
     used = {port.device for port in question.used}
     for link in question.host.links:
         if (
@@ -184,23 +190,25 @@ def _pci_speed(link: PciLink, *, is_gpu: bool) -> Iterator[Finding]:
     )
 
 
-def _classes(question: Question) -> Iterator[Finding]:
+def _check_traffic_classes(question: HostCheckInput) -> Iterator[Finding]:
     host, network, environ = question.host, question.network, question.environ
     for port in (one for one in question.used if one.is_roce):
-        yield from agreement(environ, port.name, uses_ucx=question.uses_ucx, forced=port.traffic_class)
+        yield from check_class_agreement(
+            environ, port.name, uses_ucx=question.uses_ucx, forced=port.traffic_class
+        )
         for name in port.interfaces:
             lossless, interface = host.lossless.get(name), host.interface(name)
             trust = interface.trust if interface else ""
             if lossless is None:
                 yield Finding("unknown", "pfc", name, "neither dcb nor mlnx_qos tells its PFC state")
             elif not lossless:
-                yield _no_pfc(name, nccl_class(environ))
+                yield _no_pfc(name, nccl_traffic_class(environ))
             elif trust == "pcp" and environ.get("NCCL_IB_TC"):
                 text = "trusts the VLAN tag (pcp): a traffic class in the IP header does not count"
                 yield Finding("fault", "trust", name, text, "ask for trust dscp, on the switch port too")
             else:
-                tc = nccl_class(environ) if port.traffic_class is None else port.traffic_class
-                yield from outside_lossless(tc, lossless, trust, network.service_level, name)
+                tc = nccl_traffic_class(environ) if port.traffic_class is None else port.traffic_class
+                yield from check_lossless_class(tc, lossless, trust, network.service_level, name)
             if (
                 interface
                 and interface.ecn is not None
@@ -226,7 +234,7 @@ def _no_pfc(name: str, tc: int) -> Finding:
     return Finding("warning", "pfc", name, text, remedy, "medium")
 
 
-def _mtu(question: Question) -> Iterator[Finding]:
+def _check_mtu(question: HostCheckInput) -> Iterator[Finding]:
     for port in (one for one in question.used if one.is_roce):
         for interface in map(question.host.interface, port.interfaces):
             if interface and interface.mtu and interface.mtu < _RDMA_MTU:
@@ -245,14 +253,14 @@ def _rdma_mtu(mtu: int) -> int:
     return max((size for size in (256, 512, 1024, 2048, 4096) if size + 104 <= mtu), default=0)
 
 
-def _sockets(question: Question) -> Iterator[Finding]:
+def _check_sockets(question: HostCheckInput) -> Iterator[Finding]:
     host = question.host
     text = question.socket_names
-    wanted = parse_devices(text)
+    wanted = parse_device_list(text)
     if not host.interfaces:
         yield Finding("unknown", "interface", host.node, "its network interfaces cannot be read")
         return
-    chosen = socket_choice(host.interfaces, text, question.nccl)
+    chosen = choose_socket_interface(host.interfaces, text, question.nccl)
     if wanted.entries and not wanted.excludes:
         said = (
             "NCCL_SOCKET_IFNAME"
@@ -284,11 +292,11 @@ def _sockets(question: Question) -> Iterator[Finding]:
         yield Finding("fault", "interface", chosen.name, text, remedy)
 
 
-def _is_private_bridge(interface: Interface) -> bool:
+def _is_private_bridge(interface: NetworkInterface) -> bool:
     return interface.name.startswith(_BRIDGES)
 
 
-def _limits(question: Question) -> Iterator[Finding]:
+def _check_limits(question: HostCheckInput) -> Iterator[Finding]:
     host, uses_rdma = question.host, bool(question.used)
     if not host.limits:
         yield Finding("unknown", "limits", host.node, "its limits cannot be read")
@@ -313,7 +321,7 @@ def _limits(question: Question) -> Iterator[Finding]:
         yield Finding("note", "limits", host.node, text, "ulimit -s 8192 in the profile's setup", "medium")
 
 
-def _shm(question: Question) -> Iterator[Finding]:
+def _check_shared_memory(question: HostCheckInput) -> Iterator[Finding]:
     shm, gpus = question.host.shm, len(question.host.inside.gpus)
     if shm.size_bytes is None:
         yield Finding("unknown", "shm", "/dev/shm", "its size cannot be read")
@@ -339,7 +347,7 @@ def _shm(question: Question) -> Iterator[Finding]:
         )
 
 
-def _peer_memory(question: Question) -> Iterator[Finding]:
+def _check_peer_memory(question: HostCheckInput) -> Iterator[Finding]:
     host = question.host
     if not host.inside.gpus or not question.used or "nvidia" not in " ".join(host.modules or ()):
         return
@@ -362,7 +370,7 @@ def _peer_memory(question: Question) -> Iterator[Finding]:
     )
 
 
-def _affinity(question: Question) -> Iterator[Finding]:
+def _check_affinity(question: HostCheckInput) -> Iterator[Finding]:
     host = question.host
     gpus = len(host.inside.gpus)
     if gpus and host.allowed and len(host.allowed) < 2 * gpus:
@@ -371,7 +379,7 @@ def _affinity(question: Question) -> Iterator[Finding]:
         if gpus > 1 and question.environ.get("NCCL_P2P_PXN_LEVEL") != "0":
             remedy += "; all-to-all suffers most, as one of them sends for all GPUs of a rail (PXN)"
         yield Finding("warning", "affinity", host.node, text, remedy, "medium")
-    for index in host.inside.far_from_its_cpus(host.allowed):
+    for index in host.inside.gpus_far_from_cpus(host.allowed):
         yield Finding(
             "warning", "affinity", f"GPU {index}", "none of the job's CPUs is near it", "ask for whole nodes"
         )
@@ -380,16 +388,16 @@ def _affinity(question: Question) -> Iterator[Finding]:
         yield Finding("unknown", "affinity", ", ".join(unknown), "the NUMA node is not told")
 
 
-def _adapters(question: Question) -> Iterator[Finding]:
+def _check_adapters(question: HostCheckInput) -> Iterator[Finding]:
     host, network = question.host, question.network
-    yield from left_idle(host, network)
-    yield from bonded(host, question.used)
-    yield from unmapped(host, network, question.used)
-    yield from both_ports(host, question.used)
-    yield from elsewhere_routed(question.environ, network, question.used)
+    yield from find_unused_ports(host, network)
+    yield from find_single_queue_pair_bonds(host, question.used)
+    yield from find_missing_topology_file(host, network, question.used)
+    yield from find_unused_second_ports(host, question.used)
+    yield from find_unused_adaptive_routing(question.environ, network, question.used)
 
 
-def _files(question: Question) -> Iterator[Finding]:
+def _check_named_files(question: HostCheckInput) -> Iterator[Finding]:
     """What settings name and this node has not, or has from another machine."""
     host = question.host
     gpus = [gpu.address for gpu in host.inside.gpus if gpu.address]
@@ -397,30 +405,31 @@ def _files(question: Question) -> Iterator[Finding]:
     for one in host.files:
         source = f" ({one.where})" if one.where else ""
         if one.lacks:
-            level: Level = "fault" if one.kind == "graphs" else "warning"
+            level: FindingLevel = "fault" if one.kind == "graphs" else "warning"
             text = f"{one.lacks}{source}"
             yield Finding(level, "file", one.variable, text, "put it there, or take the setting out")
-        elif other := foreign(one, gpus, devices):
+        elif other := why_foreign(one, gpus, devices):
             text = f"{one.path}{source} {other}: it was made for another machine"
             remedy = "take this machine's, or leave it out; NCCL_TOPO_DUMP_FILE writes a true one"
             yield Finding("warning", "file", one.variable, text, remedy)
 
 
-def _versions(question: Question) -> Iterator[Finding]:
+def _check_library_versions(question: HostCheckInput) -> Iterator[Finding]:
     """The driver and libfabric of this node against the NCCL that jobs load."""
     host = question.host
-    found = versions_in(f"{host.driver}\n{host.libfabric}")
+    found = parse_versions(f"{host.driver}\n{host.libfabric}")
     told = {"nccl": question.nccl, "cuda": question.cuda if found.get("driver") else None}
-    yield from judge_versions(found | {name: (one,) for name, one in told.items() if one})
+    yield from check_versions(found | {name: (one,) for name, one in told.items() if one})
 
 
-_CHECKS: tuple[Callable[[Question], Iterator[Finding]], ...] = (
-    _ports, _gids, _pci, _classes, _mtu, _sockets, _limits, _shm, _peer_memory, _affinity, _adapters,
-    _files, _versions,
+_CHECKS: tuple[Callable[[HostCheckInput], Iterator[Finding]], ...] = (
+    _check_ports, _check_gids, _check_pci, _check_traffic_classes, _check_mtu, _check_sockets, _check_limits,
+    _check_shared_memory, _check_peer_memory, _check_affinity, _check_adapters, _check_named_files,
+    _check_library_versions,
 )  # fmt: skip
 
 
-def clock_skew(
+def check_clock_skew(
     node: str, told: float, earliest: float, latest: float, allowed_s: float = 1.0
 ) -> list[Finding]:
     """Whether a node's clock stands where it must: it was read between two moments of a trusted clock."""

@@ -9,7 +9,7 @@ from hpcrun.tuning.finding import Finding
 
 
 @dataclass(frozen=True)
-class Culprit:
+class UnreachableNode:
     """A node that is in half of its connections' way: it is the cause of them all."""
 
     node: str
@@ -18,9 +18,9 @@ class Culprit:
     why: str
 
 
-def sort_out(
+def attribute_failures(
     failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str]
-) -> tuple[list[Culprit], dict[tuple[str, str], str]]:
+) -> tuple[list[UnreachableNode], dict[tuple[str, str], str]]:
     """The nodes to blame, and the pairs that do not reach one another for another reason.
 
     `failed` holds, for each node that has tried, which ones it has not reached, and why.
@@ -33,17 +33,17 @@ def sort_out(
         if counts[worst] < len(nodes) - 1:
             break
         told = sorted(why for pair, why in pairs.items() if worst in pair)
-        culprits.append(Culprit(worst, counts[worst], 2 * (len(nodes) - 1), told[0]))
+        culprits.append(UnreachableNode(worst, counts[worst], 2 * (len(nodes) - 1), told[0]))
         pairs = {pair: why for pair, why in pairs.items() if worst not in pair}
         nodes = [node for node in nodes if node != worst]
     return culprits, pairs
 
 
-def judge(
+def check_connectivity(
     failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str], interface: str
 ) -> tuple[Finding, ...]:
     """The same as findings."""
-    culprits, pairs = sort_out(failed, nodes)
+    culprits, pairs = attribute_failures(failed, nodes)
     found = []
     for one in culprits:
         text = f"{one.failed} of its {one.tried} connections over {interface} fail: {one.why}"

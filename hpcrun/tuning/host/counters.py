@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.node_topology import entries_of, line_of
-from hpcrun.specs.yaml import parse_document
-from hpcrun.tuning.finding import Confidence, Finding, Level, worst_first
-from hpcrun.tuning.host.node_report import Ask, Host
+from hpcrun.fabric.node_topology import list_sysfs_entries, read_sysfs_line
+from hpcrun.specs.yaml import parse_yaml
+from hpcrun.tuning.finding import Finding, FindingConfidence, FindingLevel, sort_findings
+from hpcrun.tuning.host.node_report import CommandRunner, HostReport
 
 _FILE = Path(__file__).with_name("counters.yaml")
 _STATISTIC = re.compile(r"\s*([A-Za-z0-9_.\[\]-]+):\s+([0-9]{1,20})\s*")
@@ -27,7 +27,7 @@ _MANY_FRAMES = 10
 
 
 @dataclass(frozen=True)
-class Counters:
+class CounterReading:
     """One look: the time, and what every counter said, as rdma.mlx5_0.1.NAME or net.eth0.NAME."""
 
     node: str
@@ -42,7 +42,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Growth:
+class CounterGrowth:
     """What has grown between two looks."""
 
     node: str
@@ -63,19 +63,19 @@ class Growth:
 
 
 @dataclass(frozen=True)
-class _Rule:
+class _CounterRule:
     name: str
     where: str
     names: tuple[str, ...]
-    level: Level
-    confidence: Confidence
+    level: FindingLevel
+    confidence: FindingConfidence
     means: str
     remedy: str
     share: float | None = None
     frames: tuple[str, ...] = ()
 
 
-def take(host: Host, root: Path, ask: Ask) -> Counters:
+def read_host_counters(host: HostReport, root: Path, ask: CommandRunner) -> CounterReading:
     """Read all counters of a node."""
     values: dict[str, int] = {}
     for port in host.ports:
@@ -88,20 +88,20 @@ def take(host: Host, root: Path, ask: Ask) -> Counters:
         prefix = f"net.{interface.name}"
         values |= _numbers(root / "sys/class/net" / interface.name / "statistics", prefix)
         values |= {
-            f"{prefix}.{_plain(name)}": n
+            f"{prefix}.{_plain_counter_name(name)}": n
             for name, n in parse_ethtool(ask("ethtool", "-S", interface.name)).items()
         }
     speeds = {one.name: one.speed_Gbps for one in host.interfaces if one.speed_Gbps}
-    return Counters(host.node, host.time, dict(sorted(values.items())), speeds)
+    return CounterReading(host.node, host.time, dict(sorted(values.items())), speeds)
 
 
-def _plain(name: str) -> str:
+def _plain_counter_name(name: str) -> str:
     """A counter's name without the dots of Intel's drivers, as in port.rx_bytes, tx_priority_0_xoff.nic."""
     return name.removeprefix("port.").removesuffix(".nic").replace(".", "_")
 
 
 def _numbers(folder: Path, prefix: str) -> dict[str, int]:
-    found = {f"{prefix}.{entry.name}": line_of(entry) for entry in entries_of(folder)}
+    found = {f"{prefix}.{entry.name}": read_sysfs_line(entry) for entry in list_sysfs_entries(folder)}
     return {name: int(text) for name, text in found.items() if re.fullmatch(r"[0-9]{1,20}", text)}
 
 
@@ -111,27 +111,27 @@ def parse_ethtool(text: str) -> dict[str, int]:
     return {match[1]: int(match[2]) for match in matches if match}
 
 
-def read_counters(values: Any, where: str) -> Counters:
+def parse_counters(values: Any, where: str) -> CounterReading:
     """Counters from as_json's values; UsageError for anything else."""
     try:
         kept = {str(name): int(number) for name, number in values["values"].items()}
         moment = values["time"]
         speeds = {str(name): float(told) for name, told in values.get("speeds_Gbps", {}).items()}
-        return Counters(str(values["node"]), None if moment is None else float(moment), kept, speeds)
+        return CounterReading(str(values["node"]), None if moment is None else float(moment), kept, speeds)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         raise UsageError(
             f"{where}: holds no counters; make it with `hpcrun doctor --counters FILE`"
         ) from None
 
 
-def growth(before: Counters, after: Counters) -> Growth:
+def compare_counters(before: CounterReading, after: CounterReading) -> CounterGrowth:
     """What has grown; raw values count since boot and say nothing. UsageError for looks at two nodes."""
     if before.node != after.node:
         raise UsageError(f"counters of {before.node} and of {after.node}: compare looks at the same node")
     both = before.values.keys() & after.values.keys()
     change = {name: after.values[name] - before.values[name] for name in sorted(both)}
     seconds = None if before.time is None or after.time is None else after.time - before.time
-    return Growth(
+    return CounterGrowth(
         after.node,
         seconds if seconds is None or seconds > 0 else None,
         {name: more for name, more in change.items() if more >= 0},
@@ -141,9 +141,9 @@ def growth(before: Counters, after: Counters) -> Growth:
     )
 
 
-def diagnose(grown: Growth) -> tuple[Finding, ...]:
+def diagnose_counters(grown: CounterGrowth) -> tuple[Finding, ...]:
     """What the growth means, worst first; nothing where all is well."""
-    found = [finding for rule in _rules() for finding in _apply(rule, grown)]
+    found = [finding for rule in _rules() for finding in _apply_counter_rule(rule, grown)]
     found += [*_marks_without_answers(grown), *_pauses_without_marks(grown)]
     if not grown.values and not grown.restarted:
         text = "no counter is in both looks, so that nothing is known of what its network did"
@@ -152,26 +152,26 @@ def diagnose(grown: Growth) -> tuple[Finding, ...]:
         names = ", ".join(grown.restarted[:3])
         text = f"{len(grown.restarted)} counter(s) went back, such as {names}: their growth is unknown"
         found.append(Finding("unknown", "counters", grown.node, text))
-    return worst_first(found)
+    return sort_findings(found)
 
 
 @cache
-def _rules() -> tuple[_Rule, ...]:
+def _rules() -> tuple[_CounterRule, ...]:
     text = "rules:\n" + _FILE.read_text(encoding="utf-8")
     return tuple(
-        _Rule(**{**values, "names": tuple(values["names"]), "frames": tuple(values.get("frames", ()))})
-        for values in parse_document(text, _FILE.name).values["rules"]
+        _CounterRule(**{**values, "names": tuple(values["names"]), "frames": tuple(values.get("frames", ()))})
+        for values in parse_yaml(text, _FILE.name).values["rules"]
     )
 
 
-def _apply(rule: _Rule, grown: Growth) -> list[Finding]:
+def _apply_counter_rule(rule: _CounterRule, grown: CounterGrowth) -> list[Finding]:
     by_device: dict[str, list[str]] = {}
-    for device, name, more in _matching(grown, rule.where, rule.names):
-        if more and (told := _told(rule, grown, name, more)):
+    for device, name, more in _matching_counters(grown, rule.where, rule.names):
+        if more and (told := _describe_growth(rule, grown, name, more)):
             by_device.setdefault(device, []).append(told)
-    timed = {device for device, _, _ in _matching(grown, rule.where, rule.names)}
-    for device, name, more in _matching(grown, rule.where, rule.frames):
-        if more and device not in timed and (told := _frames(rule, grown, device, name, more)):
+    timed = {device for device, _, _ in _matching_counters(grown, rule.where, rule.names)}
+    for device, name, more in _matching_counters(grown, rule.where, rule.frames):
+        if more and device not in timed and (told := _describe_pause_frames(rule, grown, device, name, more)):
             by_device.setdefault(device, []).append(told)
     return [
         Finding(
@@ -186,15 +186,17 @@ def _apply(rule: _Rule, grown: Growth) -> list[Finding]:
     ]
 
 
-def _matching(grown: Growth, kind: str, names: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+def _matching_counters(
+    grown: CounterGrowth, kind: str, names: Sequence[str]
+) -> Iterator[tuple[str, str, int]]:
     """Device, name and growth of the counters that bear one of the names, those that stood still included."""
     for full, more in grown.values.items():
-        where, device, name = _split(full)
+        where, device, name = _split_counter_name(full)
         if kind in ("any", where) and any(re.fullmatch(one, name) for one in names):
             yield device, name, more
 
 
-def _told(rule: _Rule, grown: Growth, name: str, more: int) -> str:
+def _describe_growth(rule: _CounterRule, grown: CounterGrowth, name: str, more: int) -> str:
     """A counter's growth in words; empty where it is too small a share of the time."""
     if rule.share is None:
         return f"{name} +{more}"
@@ -204,7 +206,9 @@ def _told(rule: _Rule, grown: Growth, name: str, more: int) -> str:
     return f"{name} +{more} us, {share:.1%} of the time" if share >= rule.share else ""
 
 
-def _frames(rule: _Rule, grown: Growth, device: str, name: str, more: int) -> str:
+def _describe_pause_frames(
+    rule: _CounterRule, grown: CounterGrowth, device: str, name: str, more: int
+) -> str:
     """The same of pause frames, whose number bounds the time that they hold the link."""
     speed = grown.speeds_Gbps.get(device)
     if grown.seconds is None:
@@ -218,39 +222,41 @@ def _frames(rule: _Rule, grown: Growth, device: str, name: str, more: int) -> st
     return told if share >= (rule.share or 0.0) else ""
 
 
-def _split(full: str) -> tuple[str, str, str]:
+def _split_counter_name(full: str) -> tuple[str, str, str]:
     """rdma.mlx5_0.1.NAME: kind, device and name; an interface may have dots (bond0.209)."""
     where, _, rest = full.partition(".")
     device, _, name = rest.rpartition(".")
     return where, device.replace(".", ":", 1) if where == "rdma" else device, name
 
 
-def _of(grown: Growth, wanted: str) -> dict[str, int]:
+def _growth_by_device(grown: CounterGrowth, wanted: str) -> dict[str, int]:
     """How much a counter grew, by device."""
-    parts = ((*_split(full), more) for full, more in grown.values.items())
+    parts = ((*_split_counter_name(full), more) for full, more in grown.values.items())
     return {device: more for _, device, name, more in parts if name == wanted}
 
 
-def _marks_without_answers(grown: Growth) -> list[Finding]:
+def _marks_without_answers(grown: CounterGrowth) -> list[Finding]:
     """Marks came in, and this node, as their receiver, sent no CNP."""
-    sent = _of(grown, _SENT)
+    sent = _growth_by_device(grown, _SENT)
     return [
         Finding(
             "warning", "cnp", device, f"{_MARKED} +{more}, {_SENT} +0: marks are seen and nobody is told",
             "turn roce_np on for the priority", "medium",
         )
-        for device, more in _of(grown, _MARKED).items()
+        for device, more in _growth_by_device(grown, _MARKED).items()
         if more and sent.get(device) == 0
     ]  # fmt: skip
 
 
-def _pauses_without_marks(grown: Growth) -> list[Finding]:
+def _pauses_without_marks(grown: CounterGrowth) -> list[Finding]:
     """Pauses alone, without a mark anywhere: ECN does not work on this class."""
     held = next(rule for rule in _rules() if rule.name == _PAUSED)
     pauses = {
-        device: (name, more) for device, name, more in _matching(grown, held.where, held.frames) if more
+        device: (name, more)
+        for device, name, more in _matching_counters(grown, held.where, held.frames)
+        if more
     }
-    marks, handled = _of(grown, _MARKED), _of(grown, _HANDLED)
+    marks, handled = _growth_by_device(grown, _MARKED), _growth_by_device(grown, _HANDLED)
     if not marks or any(marks.values()) or any(handled.values()):
         return []
     return [

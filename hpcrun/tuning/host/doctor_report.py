@@ -10,22 +10,22 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.ports import Gid, Interface, PciLink, Port
+from hpcrun.fabric.ports import Gid, NetworkInterface, PciLink, RdmaPort
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.host.checks import Question, check, gid_choice
-from hpcrun.tuning.host.node_report import Host, SharedMemory
-from hpcrun.tuning.host.routes import Route
+from hpcrun.tuning.host.checks import HostCheckInput, check_host, predict_port_gid
+from hpcrun.tuning.host.node_report import HostReport, SharedMemory
+from hpcrun.tuning.host.routes import NetworkRoute
 from hpcrun.tuning.lint.named_files import NamedFile
-from hpcrun.tuning.registry.device_names import socket_choice
+from hpcrun.tuning.registry.device_names import choose_socket_interface
 
 _LISTS = ("ports", "interfaces", "links", "routes", "files", "findings")
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """What is found on a node."""
 
-    host: Host
+    host: HostReport
     gid_index: Mapping[str, int]
     """What NCCL takes, by RoCE port."""
     socket_interface: str | None
@@ -41,31 +41,33 @@ class Report:
         }
 
 
-def examine(question: Question) -> Report:
+def examine_host(question: HostCheckInput) -> DoctorReport:
     """Judge a node by what it says about itself."""
     host = question.host
-    chosen = socket_choice(host.interfaces, question.socket_names, question.nccl)
-    gids = {port.name: gid_choice(question, port).index for port in host.ports if port.is_roce and port.gids}
-    return Report(host, gids, chosen.name if chosen else None, check(question))
+    chosen = choose_socket_interface(host.interfaces, question.socket_names, question.nccl)
+    gids = {
+        port.name: predict_port_gid(question, port).index for port in host.ports if port.is_roce and port.gids
+    }
+    return DoctorReport(host, gids, chosen.name if chosen else None, check_host(question))
 
 
-def read_reports(values: Any, where: str) -> dict[str, dict[str, Any]]:
+def parse_doctor_reports(values: Any, where: str) -> dict[str, dict[str, Any]]:
     """The reports in what `doctor --json` printed, of one node or of several, by node."""
     found = values.get("nodes", [values]) if isinstance(values, dict) else None
     if not isinstance(found, list) or not all(
         isinstance(one, dict) and isinstance(one.get("node"), str) for one in found
     ):
         raise UsageError(f"{where}: holds no report; make one with `hpcrun doctor --json`, or --all --json")
-    return {one["node"]: _sound(one) for one in found}
+    return {one["node"]: _drop_damaged_parts(one) for one in found}
 
 
 @cache
-def _shapes() -> dict[str, TypeAdapter[Any]]:
+def _field_types() -> dict[str, TypeAdapter[Any]]:
     shapes: dict[str, Any] = {
-        "ports": Port,
-        "interfaces": Interface,
+        "ports": RdmaPort,
+        "interfaces": NetworkInterface,
         "links": PciLink,
-        "routes": Route,
+        "routes": NetworkRoute,
         "files": NamedFile,
         "near": dict[str, dict[str, str]],
         "findings": Finding,
@@ -83,10 +85,10 @@ def _shapes() -> dict[str, TypeAdapter[Any]]:
     return {key: TypeAdapter(shape) for key, shape in shapes.items()}
 
 
-def _sound(report: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_damaged_parts(report: Mapping[str, Any]) -> dict[str, Any]:
     """A report without its damaged parts: what is not there counts as unknown."""
     found = dict(report)
-    for key, shape in _shapes().items():
+    for key, shape in _field_types().items():
         if key in _LISTS and isinstance(found.get(key), list):
             found[key] = [one for one in found[key] if isinstance(one, dict) and _fits(shape, one)]
         elif key in found and (key in _LISTS or not _fits(shape, found[key])):
@@ -102,13 +104,13 @@ def _fits(shape: TypeAdapter[Any], value: Any) -> bool:
     return True
 
 
-def ports_in(report: Mapping[str, Any]) -> tuple[Port, ...]:
+def ports_of_report(report: Mapping[str, Any]) -> tuple[RdmaPort, ...]:
     """The RDMA ports that a report tells of; those of a damaged one are left out."""
     found = []
     for one in report.get("ports") or ():
         try:
             gids = tuple(Gid(**gid) for gid in one["gids"])
-            found.append(Port(**{**one, "gids": gids, "interfaces": tuple(one["interfaces"])}))
+            found.append(RdmaPort(**{**one, "gids": gids, "interfaces": tuple(one["interfaces"])}))
         except (KeyError, TypeError):
             continue
     return tuple(found)

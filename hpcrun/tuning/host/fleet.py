@@ -9,18 +9,18 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.hostlist import fold_hosts, sort_hosts
-from hpcrun.tuning.finding import Finding, Level, worst_first
-from hpcrun.tuning.host.rails import crossed
-from hpcrun.tuning.host.routes import differing as differing_routes
+from hpcrun.tuning.finding import Finding, FindingLevel, sort_findings
+from hpcrun.tuning.host.rails import find_crossed_rails
+from hpcrun.tuning.host.routes import find_differing_routes as differing_routes
 
 _MOST_PAIRS = 4
-Facts = Mapping[str, Any]
+NodeFacts = Mapping[str, Any]
 """A node's report as plain values."""
 _NEAR = 0.02
 """Sizes that differ by less, such as of memory, are the same."""
 
 
-def compare(reports: Mapping[str, Facts], interface: str | None = None) -> tuple[Finding, ...]:
+def compare_nodes(reports: Mapping[str, NodeFacts], interface: str | None = None) -> tuple[Finding, ...]:
     """What differs between nodes, worst first; each odd node is named. Damaged parts of a report are unknown.
 
     `interface` is the one of the profile, over which the nodes have to reach each other.
@@ -29,16 +29,25 @@ def compare(reports: Mapping[str, Facts], interface: str | None = None) -> tuple
         raise UsageError(
             f"{len(reports)} report(s): it takes two nodes to compare; `hpcrun doctor --all` makes them"
         )
-    found = [finding for what, read, level in _EQUAL for finding in _differing(reports, what, read, level)]
-    found += [*_repeated_addresses(reports), *_common_network(reports, interface), *crossed(reports)]
+    found = [
+        finding for what, read, level in _EQUAL for finding in _find_differing(reports, what, read, level)
+    ]
+    found += [
+        *_repeated_addresses(reports),
+        *_common_network(reports, interface),
+        *find_crossed_rails(reports),
+    ]
     found += [*differing_routes(reports), *_nearness(reports)]
-    return worst_first(found)
+    return sort_findings(found)
 
 
-def _differing(
-    reports: Mapping[str, Facts], what: str, read: Callable[[Facts], dict[str, Any]], level: Level
+def _find_differing(
+    reports: Mapping[str, NodeFacts],
+    what: str,
+    read: Callable[[NodeFacts], dict[str, Any]],
+    level: FindingLevel,
 ) -> Iterator[Finding]:
-    said = {node: _read(read, facts) for node, facts in reports.items()}
+    said = {node: _read_facts(read, facts) for node, facts in reports.items()}
     counts_missing = what in _PRESENCE
     silent = [node for node, of in said.items() if not of]
     if silent and not counts_missing:
@@ -47,10 +56,14 @@ def _differing(
         said = {node: of for node, of in said.items() if of}
     for subject in dict.fromkeys(subject for of in said.values() for subject in of):
         values = {node: of.get(subject) for node, of in said.items() if counts_missing or subject in of}
-        yield from _odd_ones(_merged(values) if what == _SIZE else values, what, subject, level)
+        yield from _find_odd_nodes(
+            _merge_near_sizes(values) if what == _SIZE else values, what, subject, level
+        )
 
 
-def _odd_ones(values: Mapping[str, Any], what: str, subject: str, level: Level) -> Iterator[Finding]:
+def _find_odd_nodes(
+    values: Mapping[str, Any], what: str, subject: str, level: FindingLevel
+) -> Iterator[Finding]:
     nodes_of: dict[str, list[str]] = {}
     for node, value in values.items():
         nodes_of.setdefault(_shown(value, what), []).append(node)
@@ -68,7 +81,7 @@ def _odd_ones(values: Mapping[str, Any], what: str, subject: str, level: Level) 
             yield Finding(level, what, _folded(nodes), text, "the odd one out")
 
 
-def _merged(sizes: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_near_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes with those that are nearly the same made the same."""
     seen: list[int] = []
     merged = {}
@@ -79,7 +92,7 @@ def _merged(sizes: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _read(read: Callable[[Facts], dict[str, Any]], facts: Facts) -> dict[str, Any]:
+def _read_facts(read: Callable[[NodeFacts], dict[str, Any]], facts: NodeFacts) -> dict[str, Any]:
     try:
         return read(facts)
     except (KeyError, TypeError, AttributeError, ValueError):
@@ -104,11 +117,11 @@ def _folded(nodes: Iterable[str]) -> str:
         return ",".join(names)
 
 
-def _of_ports(key: str) -> Callable[[Facts], dict[str, Any]]:
+def _of_ports(key: str) -> Callable[[NodeFacts], dict[str, Any]]:
     return lambda facts: {f"{one['device']}:{one['number']}": one[key] for one in facts["ports"] if one[key]}
 
 
-def _of_links(key: str) -> Callable[[Facts], dict[str, Any]]:
+def _of_links(key: str) -> Callable[[NodeFacts], dict[str, Any]]:
     # An idle GPU lets its link sleep at a low speed.
     return lambda facts: {
         one["name"]: one[key]
@@ -117,7 +130,7 @@ def _of_links(key: str) -> Callable[[Facts], dict[str, Any]]:
     }
 
 
-def _of_interfaces(key: str) -> Callable[[Facts], dict[str, Any]]:
+def _of_interfaces(key: str) -> Callable[[NodeFacts], dict[str, Any]]:
     """Of adapters, and of others that have an address, but not of bridges inside the node."""
     return lambda facts: {
         one["name"]: one[key]
@@ -126,23 +139,23 @@ def _of_interfaces(key: str) -> Callable[[Facts], dict[str, Any]]:
     }
 
 
-def _of_node(key: str) -> Callable[[Facts], dict[str, Any]]:
+def _of_node(key: str) -> Callable[[NodeFacts], dict[str, Any]]:
     return lambda facts: {"node": facts[key]}
 
 
-def _sizes(facts: Facts) -> dict[str, Any]:
+def _sizes(facts: NodeFacts) -> dict[str, Any]:
     found = {"memory": facts["memory_bytes"], "/dev/shm": facts["shm"]["size_bytes"]}
     return {name: size for name, size in found.items() if isinstance(size, int)}
 
 
-def _limits(facts: Facts) -> dict[str, Any]:
+def _limits(facts: NodeFacts) -> dict[str, Any]:
     return {name: "unlimited" if value is None else value for name, value in facts["limits"].items()}
 
 
 _SIZE = "size"
 _PRESENCE = ("state", "setting")
 """Where a value that is missing is a fact of its own, as of a device that is not there."""
-_EQUAL: tuple[tuple[str, Callable[[Facts], dict[str, Any]], Level], ...] = (
+_EQUAL: tuple[tuple[str, Callable[[NodeFacts], dict[str, Any]], FindingLevel], ...] = (
     ("state", _of_ports("state"), "fault"),
     ("rate in Gb/s", _of_ports("rate_Gbps"), "fault"),
     ("link layer", _of_ports("layer"), "warning"),
@@ -173,9 +186,9 @@ _EQUAL: tuple[tuple[str, Callable[[Facts], dict[str, Any]], Level], ...] = (
 """What is read, how, and how bad a difference is."""
 
 
-def _nearness(reports: Mapping[str, Facts]) -> Iterator[Finding]:
+def _nearness(reports: Mapping[str, NodeFacts]) -> Iterator[Finding]:
     """Nodes on which GPUs and adapters stand otherwise to each other: cards in other slots, another BIOS."""
-    near = {node: _read(_near, facts) for node, facts in reports.items()}
+    near = {node: _read_facts(_gpu_nic_distances, facts) for node, facts in reports.items()}
     near = {node: of for node, of in near.items() if of}
     usual: dict[str, Any] = {}
     for pair in dict.fromkeys(pair for of in near.values() for pair in of):
@@ -194,7 +207,7 @@ def _nearness(reports: Mapping[str, Facts]) -> Iterator[Finding]:
             yield Finding("warning", "nearness", node, text, remedy)
 
 
-def _near(facts: Facts) -> dict[str, Any]:
+def _gpu_nic_distances(facts: NodeFacts) -> dict[str, Any]:
     """Of RDMA devices, where there are some: a management port's place costs nothing."""
     devices = {one["device"] for one in facts.get("ports") or ()}
     return {
@@ -205,7 +218,7 @@ def _near(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _repeated_addresses(reports: Mapping[str, Facts]) -> Iterator[Finding]:
+def _repeated_addresses(reports: Mapping[str, NodeFacts]) -> Iterator[Finding]:
     """Addresses that several nodes have, as those of docker0 are: no node is reached by them."""
     owners: dict[tuple[str, str], list[str]] = {}
     for node, facts in reports.items():
@@ -214,7 +227,7 @@ def _repeated_addresses(reports: Mapping[str, Facts]) -> Iterator[Finding]:
     for (name, ip), nodes in owners.items():
         if len(nodes) < 2:
             continue
-        chosen = [node for node in nodes if _chosen(reports[node]) == name]
+        chosen = [node for node in nodes if _chosen_interface(reports[node]) == name]
         text = f"{ip} is on {len(nodes)} nodes"
         if chosen:
             text += ", and NCCL takes this interface for its sockets"
@@ -223,11 +236,11 @@ def _repeated_addresses(reports: Mapping[str, Facts]) -> Iterator[Finding]:
             yield Finding("note", "address", name, f"{text}; nothing is to use it")
 
 
-def _chosen(facts: Facts) -> Any:
+def _chosen_interface(facts: NodeFacts) -> Any:
     return facts.get("socket_interface")
 
 
-def _addresses(facts: Facts) -> Iterator[tuple[str, ipaddress.IPv4Interface | ipaddress.IPv6Interface]]:
+def _addresses(facts: NodeFacts) -> Iterator[tuple[str, ipaddress.IPv4Interface | ipaddress.IPv6Interface]]:
     for one in facts.get("interfaces") or ():
         for text in one.get("networks") or ():
             try:
@@ -238,11 +251,11 @@ def _addresses(facts: Facts) -> Iterator[tuple[str, ipaddress.IPv4Interface | ip
                 yield one["name"], address
 
 
-def _common_network(reports: Mapping[str, Facts], interface: str | None) -> Iterator[Finding]:
+def _common_network(reports: Mapping[str, NodeFacts], interface: str | None) -> Iterator[Finding]:
     """Whether the interfaces that the nodes' sockets use stand in one network."""
     networks: dict[str, set[str]] = {}
     for node, facts in reports.items():
-        wanted = interface or _chosen(facts)
+        wanted = interface or _chosen_interface(facts)
         found = {str(address.network) for name, address in _addresses(facts) if name == wanted}
         if found:
             networks[node] = found

@@ -13,16 +13,29 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.fabric.node_topology import HostInside, inside, line_of, parse_cpus
-from hpcrun.fabric.ports import Interface, PciLink, Port, interfaces, pci_links, ports
-from hpcrun.tuning.host.routes import Route, parse_ip_route, parse_proc_route
-from hpcrun.tuning.lint.environment import Setting, conf_paths, effective, parse_nccl_conf, resolve
-from hpcrun.tuning.lint.named_files import NamedFile, named_files
+from hpcrun.fabric.node_topology import NodeTopology, parse_cpu_list, read_node_topology, read_sysfs_line
+from hpcrun.fabric.ports import (
+    NetworkInterface,
+    PciLink,
+    RdmaPort,
+    read_network_interfaces,
+    read_pci_links,
+    read_rdma_ports,
+)
+from hpcrun.tuning.host.routes import NetworkRoute, parse_ip_route, parse_proc_route
+from hpcrun.tuning.lint.environment import (
+    VariableAssignment,
+    effective_assignments,
+    nccl_conf_paths,
+    parse_nccl_conf,
+    resolve_layers,
+)
+from hpcrun.tuning.lint.named_files import NamedFile, find_named_files
 
-Ask = Callable[..., str]
+CommandRunner = Callable[..., str]
 """A command's words in, what it prints out; empty where it is missing, fails or says nothing."""
 
-_ASK_S = 10.0
+_HOST_COMMAND_S = 10.0
 _TOPOLOGY = "var/run/nvidia-topologyd/virtualTopology.xml"
 _SEGMENT = re.compile(r"(nccl-|mpich_|ucx_|torch_|psm_|gloo|vader_segment|sm_segment|sem\.mp-)[\w.+-]*\Z")
 _OURS = re.compile(r"(NCCL_|UCX_|GLOO_|OMPI_MCA_|FI_|MPIR_CVAR_|TORCH_NCCL_)\w*\Z")
@@ -47,18 +60,18 @@ class SharedMemory:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostReport:
     """What a node says about itself; None and empty: unknown."""
 
     node: str
     time: float | None = None
     """Its wall clock, where it was looked at live."""
     kernel: str = ""
-    inside: HostInside = field(default_factory=HostInside)
-    ports: tuple[Port, ...] = ()
-    interfaces: tuple[Interface, ...] = ()
+    inside: NodeTopology = field(default_factory=NodeTopology)
+    ports: tuple[RdmaPort, ...] = ()
+    interfaces: tuple[NetworkInterface, ...] = ()
     links: tuple[PciLink, ...] = ()
-    routes: tuple[Route, ...] = ()
+    routes: tuple[NetworkRoute, ...] = ()
     """In the order in which the kernel lists them."""
     lossless: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
     """The priorities with PFC, by interface; None where nobody says."""
@@ -84,7 +97,7 @@ class Host:
     files: tuple[NamedFile, ...] = ()
     """Those that variables name."""
 
-    def interface(self, name: str) -> Interface | None:
+    def interface(self, name: str) -> NetworkInterface | None:
         """An interface by its name."""
         return next((one for one in self.interfaces if one.name == name), None)
 
@@ -101,36 +114,39 @@ class Host:
         return found | listed | plain | counts | {"shm": asdict(self.shm)}
 
 
-def look(root: Path = Path("/"), ask: Ask | None = None, advised: Mapping[str, str] | None = None) -> Host:
+def read_host_report(
+    root: Path = Path("/"), ask: CommandRunner | None = None, advised: Mapping[str, str] | None = None
+) -> HostReport:
     """Look at this node, or at the captured tree of one.
 
     A captured tree holds what a command printed in a file of `commands/` that is named like the command.
     `advised`: what jobs get on it beside.
     """
     live = root == Path("/")
-    asked = ask or (ask_here if live else ask_captured(root))
-    host = inside(root)
-    found = ports(root)
-    names = interfaces(root)
+    asked = ask or (run_host_command if live else captured_command_runner(root))
+    host = read_node_topology(root)
+    found = read_rdma_ports(root)
+    names = read_network_interfaces(root)
     memory = _memory(_text(root / "proc/meminfo"))
     modules = _text(root / "proc/modules")
     own = dict(os.environ) if live else _variables(_text(root / "proc/self/environ"))
-    settings = _of_nccl_files(root, own)
+    settings = _read_nccl_conf_settings(root, own)
     environ = {name: one.value or "" for name, one in settings.items()} | {
         name: value for name, value in own.items() if _OURS.match(name)
     }
-    return Host(
-        node=line_of(root / "proc/sys/kernel/hostname") or (os.uname().nodename if live else "unknown"),
+    return HostReport(
+        node=read_sysfs_line(root / "proc/sys/kernel/hostname")
+        or (os.uname().nodename if live else "unknown"),
         time=time.time() if live else None,
-        kernel=line_of(root / "proc/sys/kernel/osrelease"),
+        kernel=read_sysfs_line(root / "proc/sys/kernel/osrelease"),
         inside=host,
         ports=found,
         interfaces=names,
-        links=pci_links(root, host),
-        routes=_routes(root, asked),
+        links=read_pci_links(root, host),
+        routes=_read_routes(root, asked),
         lossless={name: lossless_priorities(name, asked) for name in _roce_interfaces(found)},
         limits=parse_limits(_text(root / "proc/self/limits")),
-        shm=_shared_memory(root, live, memory.get("MemTotal")),
+        shm=_read_shared_memory(root, live, memory.get("MemTotal")),
         allowed=_allowed(_text(root / "proc/self/status")),
         memory_bytes=memory.get("MemTotal"),
         hugepages=memory.get("HugePages_Total"),
@@ -141,7 +157,7 @@ def look(root: Path = Path("/"), ask: Ask | None = None, advised: Mapping[str, s
         topology_file=f"/{_TOPOLOGY}" if (root / _TOPOLOGY).is_file() else "",
         environ=environ,
         files=tuple(
-            named_files(
+            find_named_files(
                 {**(advised or {}), **environ, "LD_LIBRARY_PATH": own.get("LD_LIBRARY_PATH", "")},
                 root,
                 {name: one.where for name, one in settings.items() if name not in own},
@@ -150,18 +166,18 @@ def look(root: Path = Path("/"), ask: Ask | None = None, advised: Mapping[str, s
     )
 
 
-def ask_here(*words: str) -> str:
+def run_host_command(*words: str) -> str:
     """What a command of this node prints."""
     if shutil.which(words[0]) is None:
         return ""
     try:
-        done = process.run(words, timeout_s=_ASK_S)
+        done = process.run(words, timeout_s=_HOST_COMMAND_S)
     except SiteError:
         return ""
     return done.stdout if done.exit_code == 0 else ""
 
 
-def ask_captured(root: Path) -> Ask:
+def captured_command_runner(root: Path) -> CommandRunner:
     """What the same commands had printed where the tree was captured."""
     return lambda *words: _text(root / "commands" / " ".join(words).replace("/", "_"))
 
@@ -173,17 +189,17 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _routes(root: Path, ask: Ask) -> tuple[Route, ...]:
+def _read_routes(root: Path, ask: CommandRunner) -> tuple[NetworkRoute, ...]:
     """By `ip route`, which knows more tables than /proc."""
     told = parse_ip_route(ask("ip", "route", "show", "table", "all")) or parse_ip_route(ask("ip", "route"))
     return told or parse_proc_route(_text(root / "proc/net/route"))
 
 
-def _roce_interfaces(found: Sequence[Port]) -> list[str]:
+def _roce_interfaces(found: Sequence[RdmaPort]) -> list[str]:
     return list(dict.fromkeys(name for port in found if port.is_roce for name in port.interfaces))
 
 
-def lossless_priorities(interface: str, ask: Ask) -> tuple[int, ...] | None:
+def lossless_priorities(interface: str, ask: CommandRunner) -> tuple[int, ...] | None:
     """The priorities on which an interface sends pauses; None where neither dcb nor mlnx_qos tells."""
     found = parse_dcb_pfc(ask("dcb", "pfc", "show", "dev", interface))
     return parse_mlnx_qos(ask("mlnx_qos", "-i", interface)) if found is None else found
@@ -225,7 +241,7 @@ def _memory(text: str) -> dict[str, int]:
 
 def _allowed(text: str) -> tuple[int, ...]:
     match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", text, re.MULTILINE)
-    return parse_cpus(match[1]) if match else ()
+    return parse_cpu_list(match[1]) if match else ()
 
 
 def _is_virtual(text: str) -> bool | None:
@@ -240,18 +256,18 @@ def _variables(text: str) -> dict[str, str]:
     return {name: value for name, _, value in entries if name}
 
 
-def nccl_files(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
+def read_nccl_conf_files(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What NCCL's own files set: the user's (NCCL_CONF_FILE, else ~/.nccl.conf) before the system's."""
-    return {name: one.value or "" for name, one in _of_nccl_files(root, environ).items()}
+    return {name: one.value or "" for name, one in _read_nccl_conf_settings(root, environ).items()}
 
 
-def _of_nccl_files(root: Path, environ: Mapping[str, str]) -> dict[str, Setting]:
-    paths = conf_paths(environ.get("NCCL_CONF_FILE"), None, root)
-    found = effective(resolve([parse_nccl_conf(_text(path), str(path)) for path in paths]))
+def _read_nccl_conf_settings(root: Path, environ: Mapping[str, str]) -> dict[str, VariableAssignment]:
+    paths = nccl_conf_paths(environ.get("NCCL_CONF_FILE"), None, root)
+    found = effective_assignments(resolve_layers([parse_nccl_conf(_text(path), str(path)) for path in paths]))
     return {name: one for name, one in found.items() if one.value is not None and _OURS.match(name)}
 
 
-def _shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:
+def _read_shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:
     size, free = _shm_size(_text(root / "proc/mounts"), memory), None
     if live:
         try:
@@ -259,8 +275,8 @@ def _shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:
             size, free = usage.total, usage.free
         except OSError:
             free = None
-    found = _segments(root / "dev/shm")
-    stale = sorted(set(found) - _mapped(root)) if found else []
+    found = _list_segments(root / "dev/shm")
+    stale = sorted(set(found) - _mapped_segments(root)) if found else []
     return SharedMemory(size, free, tuple(stale), sum(found[name] for name in stale))
 
 
@@ -282,7 +298,7 @@ def _shm_size(mounts: str, memory: int | None) -> int | None:
     return memory // 2 if memory and "size=" not in options else None
 
 
-def _segments(folder: Path) -> dict[str, int]:
+def _list_segments(folder: Path) -> dict[str, int]:
     """What communication libraries keep there as this user, with the size of each."""
     found = {}
     try:
@@ -303,7 +319,7 @@ def _segments(folder: Path) -> dict[str, int]:
     return found
 
 
-def _mapped(root: Path) -> set[str]:
+def _mapped_segments(root: Path) -> set[str]:
     """The names in /dev/shm that a process maps or holds open, as far as it lets us look."""
     found: set[str] = set()
     try:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.finding import Finding, worst_first
+from hpcrun.tuning.finding import Finding, sort_findings
 from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
-from hpcrun.tuning.registry.values import number
+from hpcrun.tuning.registry.values import parse_c_integer
 
 _SLOW = 0.8
 """Of what most pairs reach."""
@@ -36,7 +36,7 @@ _UNITS = {"Gb/sec": 1 / 8, "MB/sec": 2**20 / 1e9, "MiB/sec": 2**20 / 1e9}
 
 
 @dataclass(frozen=True)
-class Trial:
+class PairTrial:
     """What two nodes reached with each other."""
 
     nodes: tuple[str, str]
@@ -53,15 +53,15 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Standing:
+class PairResults:
     """How the nodes stand after the trials so far."""
 
     nodes: tuple[str, ...]
-    trials: tuple[Trial, ...]
+    trials: tuple[PairTrial, ...]
     limit_GBps: float
     """Below it a pair is slow."""
     clear: frozenset[str] = frozenset()
-    named: Mapping[str, tuple[Trial, ...]] = field(default_factory=dict)
+    named: Mapping[str, tuple[PairTrial, ...]] = field(default_factory=dict)
     """The slow ones, with the trials that say so."""
 
     @property
@@ -71,22 +71,24 @@ class Standing:
         left = [node for node in self.nodes if node not in self.clear and node not in self.named]
         return tuple(sorted(left, key=lambda node: node not in tried))
 
-    def can_meet(self, one: str, other: str) -> bool:
+    def can_be_paired(self, one: str, other: str) -> bool:
         """Whether two of them say something together: two adapters of a node do not cross the network."""
         here, there = one.partition(_ADAPTER), other.partition(_ADAPTER)
         return not here[1] or here[0] != there[0]
 
-    def is_slow(self, trial: Trial) -> bool:
+    def is_slow(self, trial: PairTrial) -> bool:
         """Whether a pair stayed below the limit."""
         return trial.rate_GBps < self.limit_GBps
 
 
-def stand(nodes: Sequence[str], trials: Sequence[Trial], at_least_GBps: float | None = None) -> Standing:
+def evaluate_trials(
+    nodes: Sequence[str], trials: Sequence[PairTrial], at_least_GBps: float | None = None
+) -> PairResults:
     """What the trials say; without a limit of one's own it is 0.8 of what most pairs reach."""
     rates = sorted(trial.rate_GBps for trial in trials)
     # The upper quartile: as many as half of the trials may be slow.
     usual = rates[-(-3 * (len(rates) - 1) // 4)] if rates else 0.0
-    before = Standing(tuple(nodes), tuple(trials), at_least_GBps or _SLOW * usual)
+    before = PairResults(tuple(nodes), tuple(trials), at_least_GBps or _SLOW * usual)
     clear = frozenset(node for trial in trials if not before.is_slow(trial) for node in trial.nodes)
     if at_least_GBps is None and len(trials) < _FEWEST and not any(map(before.is_slow, trials)):
         clear = frozenset()  # they may all be slow
@@ -95,10 +97,10 @@ def stand(nodes: Sequence[str], trials: Sequence[Trial], at_least_GBps: float | 
         against = [one for one in trials if node in one.nodes and one.partner(node) in clear]
         if node not in clear and len({one.partner(node) for one in against}) > 1:
             named[node] = tuple(against)
-    return Standing(before.nodes, before.trials, before.limit_GBps, clear, named)
+    return PairResults(before.nodes, before.trials, before.limit_GBps, clear, named)
 
 
-def next_pairs(standing: Standing) -> tuple[tuple[str, str], ...]:
+def choose_next_pairs(standing: PairResults) -> tuple[tuple[str, str], ...]:
     """The pairs to try at once; none: nothing more is to be learned."""
     met = {frozenset(trial.nodes) for trial in standing.trials}
     waiting = list(standing.suspects)
@@ -109,7 +111,9 @@ def next_pairs(standing: Standing) -> tuple[tuple[str, str], ...]:
         for others in (helpers, waiting):
             rail = node.partition(_ADAPTER)[2]
             left = [
-                one for one in others if frozenset((node, one)) not in met and standing.can_meet(node, one)
+                one
+                for one in others
+                if frozenset((node, one)) not in met and standing.can_be_paired(node, one)
             ]
             other = next((one for one in left if one.partition(_ADAPTER)[2] == rail), next(iter(left), None))
             if other is not None:
@@ -119,12 +123,19 @@ def next_pairs(standing: Standing) -> tuple[tuple[str, str], ...]:
     return tuple(found)
 
 
-def judge(standing: Standing) -> tuple[Finding, ...]:
+def check_pair_trials(standing: PairResults) -> tuple[Finding, ...]:
     """The nodes that are slow, and what no node explains."""
-    return worst_first([*_wrong(standing), *_named(standing), *_paths(standing), *_open(standing)])
+    return sort_findings(
+        [
+            *_wrong_results(standing),
+            *_slow_nodes(standing),
+            *_slow_paths(standing),
+            *_undecided_nodes(standing),
+        ]
+    )
 
 
-def _wrong(standing: Standing) -> Iterator[Finding]:
+def _wrong_results(standing: PairResults) -> Iterator[Finding]:
     for trial in standing.trials:
         if trial.is_wrong:
             text = "gave wrong results with each other"
@@ -133,7 +144,7 @@ def _wrong(standing: Standing) -> Iterator[Finding]:
             )
 
 
-def _named(standing: Standing) -> Iterator[Finding]:
+def _slow_nodes(standing: PairResults) -> Iterator[Finding]:
     for node, trials in standing.named.items():
         told = ", ".join(f"{one.rate_GBps:.4g} GB/s with {one.partner(node)}" for one in trials)
         text = f"is slow: {told}; those reach {standing.limit_GBps:.4g} with others"
@@ -141,7 +152,7 @@ def _named(standing: Standing) -> Iterator[Finding]:
         yield Finding("fault", "pair", node, text, remedy)
 
 
-def _paths(standing: Standing) -> Iterator[Finding]:
+def _slow_paths(standing: PairResults) -> Iterator[Finding]:
     """Pairs that are slow although both are fast with others: a link between them, or flows that collide."""
     good = [one.rate_GBps for one in standing.trials if not standing.is_slow(one)]
     for trial in standing.trials:
@@ -165,10 +176,10 @@ def _paths(standing: Standing) -> Iterator[Finding]:
         yield Finding("warning", "pair", subject, text, remedy, "medium")
 
 
-def _open(standing: Standing) -> Iterator[Finding]:
+def _undecided_nodes(standing: PairResults) -> Iterator[Finding]:
     slow = [trial for trial in standing.trials if standing.is_slow(trial)]
     stuck = [node for node in standing.suspects if any(node in trial.nodes for trial in slow)]
-    if next_pairs(standing):
+    if choose_next_pairs(standing):
         return
     if standing.trials and not stuck and standing.suspects:
         text = "there is nothing to compare their trials with"
@@ -182,29 +193,29 @@ def _open(standing: Standing) -> Iterator[Finding]:
         )
 
 
-def parse_trials(text: str, name: str) -> tuple[Trial, ...]:
+def parse_pair_trials(text: str, name: str) -> tuple[PairTrial, ...]:
     """What a file tells of pairs: nccl-tests on two nodes, or the ping-pong's JSON; UsageError for others."""
     if text.lstrip().startswith("{"):
-        return tuple(_of_ping_pong(text, name))
-    if rate_GBps := _of_perftest(text):
-        return (Trial(_ends(name), rate_GBps),)
+        return tuple(_parse_ping_pong(text, name))
+    if rate_GBps := _parse_perftest(text):
+        return (PairTrial(_endpoints_of_name(name), rate_GBps),)
     found = parse_nccl_tests(text)
     if len(found.nodes) != 2 or not found.times_us:
         told = f"on {len(found.nodes)} nodes" if found.times_us else "that are none"
         raise UsageError(f"{name}: holds times of nccl-tests {told}; it takes one of two nodes")
     size = max(call.size_bytes for call in found.times_us)
     rates = [found.busbw_GBps[call] for call in found.times_us if call.size_bytes == size]
-    told_pairs = number(found.env.get("NCCL_IB_QPS_PER_CONNECTION", ""))
+    told_pairs = parse_c_integer(found.env.get("NCCL_IB_QPS_PER_CONNECTION", ""))
     rate = statistics.median(rates[0])
     adapter = found.env.get("NCCL_IB_HCA", "").strip("\"'").lstrip("=")
     alone = re.fullmatch(r"[A-Za-z]\w*(:\d+)?", adapter)
     first, second = (f"{node}:{adapter}" if alone else node for node in found.nodes)
     if Path(name).stem.count(_JOINT) == 1 and _ADAPTER in Path(name).stem:
-        first, second = _ends(name)
-    return (Trial((first, second), rate, told_pairs, found.is_wrong),)
+        first, second = _endpoints_of_name(name)
+    return (PairTrial((first, second), rate, told_pairs, found.is_wrong),)
 
 
-def _of_perftest(text: str) -> float | None:
+def _parse_perftest(text: str) -> float | None:
     """GB/s at the largest size of what ib_write_bw or another of perftest printed; None for other texts."""
     unit, rates = 0.0, {}
     for line in text.splitlines():
@@ -217,7 +228,7 @@ def _of_perftest(text: str) -> float | None:
     return rates[max(rates)] if rates else None
 
 
-def _ends(name: str) -> tuple[str, str]:
+def _endpoints_of_name(name: str) -> tuple[str, str]:
     """The two ends by a file's name, such as n1:mlx5_0+n2:mlx5_0.txt."""
     first, joint, second = Path(name).stem.partition(_JOINT)
     if not (first and joint and second):
@@ -225,7 +236,7 @@ def _ends(name: str) -> tuple[str, str]:
     return first, second
 
 
-def _of_ping_pong(text: str, name: str) -> Iterator[Trial]:
+def _parse_ping_pong(text: str, name: str) -> Iterator[PairTrial]:
     """Links of hpcrun.bench.pingpong whose names are NODE+NODE."""
     try:
         links: Mapping[str, Any] = json.loads(text)["links"]
@@ -234,12 +245,12 @@ def _of_ping_pong(text: str, name: str) -> Iterator[Trial]:
             if joint and first and second:
                 times = {int(size): spent for size, spent in found["one"].items()}
                 size = max(times)
-                yield Trial((first, second), size / statistics.median(times[size]) / 1e9)
+                yield PairTrial((first, second), size / statistics.median(times[size]) / 1e9)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         raise UsageError(f"{name}: is neither nccl-tests' output nor the ping-pong's JSON") from None
 
 
-def among(nodes: Sequence[str], trials: Sequence[Trial]) -> tuple[Trial, ...]:
+def trials_of_nodes(nodes: Sequence[str], trials: Sequence[PairTrial]) -> tuple[PairTrial, ...]:
     """The trials with the nodes' names as they were given; those of other nodes are a UsageError."""
     by_short = {_short(node): node for node in nodes}
     found = []
@@ -251,7 +262,7 @@ def among(nodes: Sequence[str], trials: Sequence[Trial]) -> tuple[Trial, ...]:
         )
         if first is None or second is None or first == second:
             raise UsageError(f"{' and '.join(trial.nodes)}: are no pair of {', '.join(nodes)}")
-        found.append(Trial((first, second), trial.rate_GBps, trial.queue_pairs, trial.is_wrong))
+        found.append(PairTrial((first, second), trial.rate_GBps, trial.queue_pairs, trial.is_wrong))
     return tuple(found)
 
 
@@ -261,6 +272,6 @@ def _short(end: str) -> str:
     return f"{node.partition('.')[0]}{sign}{adapter.removesuffix(':1')}"
 
 
-def ends_of(nodes: Sequence[str], adapters: Sequence[str]) -> list[str]:
+def trial_endpoints(nodes: Sequence[str], adapters: Sequence[str]) -> list[str]:
     """What is tried: nodes, or all their adapters."""
     return [f"{node}{_ADAPTER}{one}" for one in adapters for node in nodes] if adapters else list(nodes)

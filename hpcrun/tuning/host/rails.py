@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hpcrun.tuning.finding import Finding
-from hpcrun.tuning.host.doctor_report import ports_in
-from hpcrun.tuning.registry.device_names import parse_devices
+from hpcrun.tuning.host.doctor_report import ports_of_report
+from hpcrun.tuning.registry.device_names import parse_device_list
 
 _CROSS_NIC, _HCA = "NCCL_CROSS_NIC", "NCCL_IB_HCA"
 
 
-class Rail(NamedTuple):
+class AdapterRail(NamedTuple):
     """One of them, in NCCL's order."""
 
     port: str
@@ -23,7 +23,7 @@ class Rail(NamedTuple):
     """Of its interface; empty: unknown."""
 
 
-def rail_map(report: Mapping[str, Any]) -> tuple[Rail, ...]:
+def read_rails(report: Mapping[str, Any]) -> tuple[AdapterRail, ...]:
     """The rails of a node by its report: the active ports that NCCL_IB_HCA takes, in their order.
 
     None of them where the report is damaged.
@@ -34,14 +34,14 @@ def rail_map(report: Mapping[str, Any]) -> tuple[Rail, ...]:
         return ()
 
 
-def _rails(report: Mapping[str, Any]) -> tuple[Rail, ...]:
-    wanted = parse_devices((report.get("environ") or {}).get(_HCA, ""))
+def _rails(report: Mapping[str, Any]) -> tuple[AdapterRail, ...]:
+    wanted = parse_device_list((report.get("environ") or {}).get(_HCA, ""))
     networks = {one["name"]: one.get("networks") or () for one in report.get("interfaces") or ()}
     return tuple(
-        Rail(
+        AdapterRail(
             port.name, next(filter(None, (_network(networks.get(name, ())) for name in port.interfaces)), "")
         )
-        for port in ports_in(report)
+        for port in ports_of_report(report)
         if port.is_active and wanted.takes(port.device, port.number)
     )
 
@@ -57,22 +57,22 @@ def _network(texts: tuple[str, ...] | list[str]) -> str:
     return ""
 
 
-def crossed(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def find_crossed_rails(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Nodes whose rails stand in another order than those of most, or are others where that is to be kept."""
-    maps = {node: rails for node, report in reports.items() if (rails := rail_map(report))}
+    maps = {node: rails for node, report in reports.items() if (rails := read_rails(report))}
     kept = any((report.get("environ") or {}).get(_CROSS_NIC) == "0" for report in reports.values())
     by_network = {node: tuple(rail.network for rail in rails) for node, rails in maps.items()}
     railed = {
         node: of for node, of in by_network.items() if len(of) > 1 and all(of) and len({*of}) == len(of)
     }
-    usual, count = _usual(railed)
+    usual, count = _usual_rails(railed)
     told = set()
     for node, of in railed.items():
         if of != usual and {*of} == {*usual} and count * 2 > len(railed):
             told.add(node)
-            yield _other_order(node, maps[node], usual, kept=kept)
+            yield _other_order_finding(node, maps[node], usual, kept=kept)
     ports = {node: tuple(rail.port for rail in rails) for node, rails in maps.items()}
-    usual, count = _usual(ports)
+    usual, count = _usual_rails(ports)
     for node, names in ports.items():
         if kept and node not in told and names != usual and count * 2 > len(ports):
             text = f"its rails are {', '.join(names)}, on {count} others {', '.join(usual)}"
@@ -82,11 +82,13 @@ def crossed(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
             yield Finding("warning", "rail", node, text, remedy, "medium")
 
 
-def _usual(of: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], int]:
+def _usual_rails(of: Mapping[str, tuple[str, ...]]) -> tuple[tuple[str, ...], int]:
     return Counter(of.values()).most_common(1)[0] if of else ((), 0)
 
 
-def _other_order(node: str, rails: tuple[Rail, ...], usual: tuple[str, ...], *, kept: bool) -> Finding:
+def _other_order_finding(
+    node: str, rails: tuple[AdapterRail, ...], usual: tuple[str, ...], *, kept: bool
+) -> Finding:
     places = [usual.index(rail.network) for rail in rails]
     at = next(here for here, place in enumerate(places) if here != place)
     text = (

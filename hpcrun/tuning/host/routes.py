@@ -25,7 +25,7 @@ _WORD = re.compile(r"(dev|via|metric|table) (\S+)")
 
 
 @dataclass(frozen=True)
-class Route:
+class NetworkRoute:
     """One route: where to, by which interface."""
 
     destination: str
@@ -38,9 +38,9 @@ class Route:
     """As `ip route` prints it."""
 
 
-def parse_ip_route(text: str) -> tuple[Route, ...]:
+def parse_ip_route(text: str) -> tuple[NetworkRoute, ...]:
     """The answer of `ip route`, of one table or of all, in its order."""
-    found: list[Route] = []
+    found: list[NetworkRoute] = []
     for line in text.splitlines():
         told = dict(_WORD.findall(line))
         words = line.split()
@@ -48,14 +48,18 @@ def parse_ip_route(text: str) -> tuple[Route, ...]:
             last = found.pop()
             interfaces = sorted({*filter(None, last.interface.split("+")), told["dev"]})
             joined = f"{last.line} {' '.join(words)}"
-            found.append(Route(last.destination, "+".join(interfaces), last.metric, last.table, joined))
+            found.append(
+                NetworkRoute(last.destination, "+".join(interfaces), last.metric, last.table, joined)
+            )
             continue
         words = words[1:] if words[:1] == ["unicast"] else words
         name = _destination(words[0], told.get("via", "")) if words else ""
         if not name or told.get("table") in _OWN:
             continue
         metric = int(told["metric"]) if told.get("metric", "").isdecimal() else 0
-        found.append(Route(name, told.get("dev", ""), metric, told.get("table", "main"), " ".join(words)))
+        found.append(
+            NetworkRoute(name, told.get("dev", ""), metric, told.get("table", "main"), " ".join(words))
+        )
     return tuple(route for route in found if route.interface)
 
 
@@ -72,7 +76,7 @@ def _destination(word: str, via: str) -> str:
     return "" if network.is_link_local or network.is_multicast else str(network)
 
 
-def parse_proc_route(text: str) -> tuple[Route, ...]:
+def parse_proc_route(text: str) -> tuple[NetworkRoute, ...]:
     """The same from /proc/net/route: the main table of IPv4."""
     found = []
     for line in text.splitlines():
@@ -89,47 +93,52 @@ def parse_proc_route(text: str) -> tuple[Route, ...]:
         via = f" via {ipaddress.IPv4Address(gateway)}" if gateway else ""
         metric = int(words[6]) if words[6].isdecimal() else 0
         told = f"{name}{via} dev {words[0]}" + (f" metric {metric}" if metric else "")
-        found.append(Route(name, words[0], metric, "main", told))
+        found.append(NetworkRoute(name, words[0], metric, "main", told))
     return tuple(found)
 
 
-def routes_in(report: Mapping[str, Any]) -> tuple[Route, ...] | None:
+def routes_of_report(report: Mapping[str, Any]) -> tuple[NetworkRoute, ...] | None:
     """The routes that a report tells of; None where it tells none."""
     try:
-        return tuple(Route(**one) for one in report["routes"]) or None
+        return tuple(NetworkRoute(**one) for one in report["routes"]) or None
     except (KeyError, TypeError):
         return None
 
 
-def differing(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
+def find_differing_routes(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Nodes that have several interfaces in one network, and send by another one of them than most."""
-    told = {node: of for node, report in reports.items() if (of := routes_in(report))}
+    told = {node: of for node, report in reports.items() if (of := routes_of_report(report))}
     for name in dict.fromkeys(_key(route) for of in told.values() for route in of):
-        ways = {node: way for node, of in told.items() if (way := _ways(of, name))}
+        ways = {node: way for node, of in told.items() if (way := _routes_to(of, name))}
         if len(ways) < 2 or all(len(way) < 2 for way in ways.values()):
             continue
         usual, count = Counter(map(_plain, ways.values())).most_common(1)[0]
         like = next(node for node, way in ways.items() if _plain(way) == usual)
         for node, way in ways.items():
             if _plain(way) != usual:
-                yield _other_way(name, node, way, like, ways[like], count)
+                yield _other_route_finding(name, node, way, like, ways[like], count)
 
 
-def _key(route: Route) -> str:
+def _key(route: NetworkRoute) -> str:
     return route.destination if route.table == "main" else f"{route.destination} of table {route.table}"
 
 
-def _ways(routes: Iterable[Route], name: str) -> tuple[Route, ...]:
+def _routes_to(routes: Iterable[NetworkRoute], name: str) -> tuple[NetworkRoute, ...]:
     """The routes to one network in the order in which they are taken."""
     return tuple(sorted((one for one in routes if _key(one) == name), key=lambda one: one.metric))
 
 
-def _plain(way: tuple[Route, ...]) -> tuple[tuple[str, int], ...]:
+def _plain(way: tuple[NetworkRoute, ...]) -> tuple[tuple[str, int], ...]:
     return tuple((one.interface, one.metric) for one in way)
 
 
-def _other_way(
-    name: str, node: str, way: tuple[Route, ...], like: str, usual: tuple[Route, ...], count: int
+def _other_route_finding(
+    name: str,
+    node: str,
+    way: tuple[NetworkRoute, ...],
+    like: str,
+    usual: tuple[NetworkRoute, ...],
+    count: int,
 ) -> Finding:
     first, other = way[0].interface, usual[0].interface
     others = f"on {count} other node{'s' * (count > 1)}"
@@ -145,5 +154,5 @@ def _other_way(
     return Finding("warning" if first != other else "note", "route", node, text, remedy)
 
 
-def _lines(way: tuple[Route, ...]) -> str:
+def _lines(way: tuple[NetworkRoute, ...]) -> str:
     return ", then ".join(f"'{one.line}'" for one in way)

@@ -6,15 +6,19 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from hpcrun.tuning.issue import Fault, error, note, show, warning
-from hpcrun.tuning.lint.environment import Setting
-from hpcrun.tuning.lint.traffic_classes import TRAFFIC, agreement, decode
-from hpcrun.tuning.registry.device_names import parse_devices
-from hpcrun.tuning.registry.nccl_grammar import FROM_EMPTY, parse_selection, stranded
-from hpcrun.tuning.registry.registry import Version, at, registry, show_version
-from hpcrun.tuning.registry.values import number
+from hpcrun.tuning.issue import ValueIssue, make_error, make_note, make_warning, quote_value
+from hpcrun.tuning.lint.environment import VariableAssignment
+from hpcrun.tuning.lint.traffic_classes import CLASS_VARIABLES, check_class_agreement, decode_traffic_class
+from hpcrun.tuning.registry.device_names import parse_device_list
+from hpcrun.tuning.registry.nccl_grammar import (
+    FROM_EMPTY_SINCE,
+    functions_without_choice,
+    parse_nccl_selection,
+)
+from hpcrun.tuning.registry.registry import Version, format_version, value_in_release, variable_registry
+from hpcrun.tuning.registry.values import parse_c_integer
 
-Told = tuple[str, Fault]
+VariableIssue = tuple[str, ValueIssue]
 """The variable at which it is told, and what."""
 
 _STEPS = 8
@@ -31,10 +35,10 @@ _RIGHT_DETOURS = (2, 19)
 
 
 @dataclass(frozen=True)
-class View:
+class SettingsView:
     """What counts, as rules look at it; a value that is not known is never there."""
 
-    settings: Mapping[str, Setting]
+    settings: Mapping[str, VariableAssignment]
     version: Version | None
 
     def text(self, name: str) -> str | None:
@@ -45,58 +49,64 @@ class View:
     def number(self, name: str) -> int | None:
         """The same as a number."""
         text = self.text(name)
-        return None if text is None else number(text)
+        return None if text is None else parse_c_integer(text)
 
     def default(self, name: str) -> int | None:
         """A number that holds when nothing is set."""
-        return number(at(registry().variables[name].default, self.version) or "")
+        return parse_c_integer(
+            value_in_release(variable_registry().variables[name].default, self.version) or ""
+        )
 
     def since(self, *release: int) -> bool:
         """Whether the release is known to be at least this one."""
         return self.version is not None and self.version >= release
 
 
-def conflicts(settings: Mapping[str, Setting], version: Version | None) -> Iterator[Told]:
+def find_conflicts(
+    settings: Mapping[str, VariableAssignment], version: Version | None
+) -> Iterator[VariableIssue]:
     """Everything that does not go together."""
-    view = View(settings, version)
+    view = SettingsView(settings, version)
     for rule in _RULES:
         yield from rule(view)
 
 
-def plugin_on_path(path: str) -> str | None:
+def find_plugin_folder(path: str) -> str | None:
     """The first folder of a library path that a network plugin of NCCL is known to lie in."""
     return next((one for one in path.split(":") if _PLUGINS.search(one)), None)
 
 
-def _sockets(view: View) -> Iterator[Told]:
+def _sockets(view: SettingsView) -> Iterator[VariableIssue]:
     threads, sockets = view.number("NCCL_SOCKET_NTHREADS"), view.number("NCCL_NSOCKS_PERTHREAD")
     if threads and sockets and threads * sockets > 64:
         yield (
             "NCCL_NSOCKS_PERTHREAD",
-            error(f"{threads} threads × {sockets} sockets are {threads * sockets}; 64 are allowed"),
+            make_error(f"{threads} threads × {sockets} sockets are {threads * sockets}; 64 are allowed"),
         )
 
 
-def _queue_pairs(view: View) -> Iterator[Told]:
+def _queue_pairs(view: SettingsView) -> Iterator[VariableIssue]:
     split, pairs = view.number("NCCL_IB_SPLIT_DATA_ON_QPS"), view.number("NCCL_IB_QPS_PER_CONNECTION")
     if split is not None and (pairs or 1) == 1:
         yield (
             "NCCL_IB_SPLIT_DATA_ON_QPS",
-            warning("does nothing with one queue pair; NCCL_IB_QPS_PER_CONNECTION is not above 1"),
+            make_warning("does nothing with one queue pair; NCCL_IB_QPS_PER_CONNECTION is not above 1"),
         )
     elif split is None and pairs is not None and pairs > 1:
-        default = at(registry().variables["NCCL_IB_SPLIT_DATA_ON_QPS"].default, view.version)
-        release = show_version(view.version) if view.version else "2.20 and later"
+        default = value_in_release(
+            variable_registry().variables["NCCL_IB_SPLIT_DATA_ON_QPS"].default, view.version
+        )
+        release = format_version(view.version) if view.version else "2.20 and later"
         yield (
             "NCCL_IB_QPS_PER_CONNECTION",
-            note(
+            make_note(
                 f"NCCL_IB_SPLIT_DATA_ON_QPS is not set; {release} has {default}"
                 f" ({'split each message' if default == '1' else 'take the pairs in turn'})"
             ),
         )
 
 
-def _gid(view: View) -> Iterator[Told]:
+def _gid(view: SettingsView) -> Iterator[VariableIssue]:
     index = view.number("NCCL_IB_GID_INDEX")
     if index is None or index < 0:
         return
@@ -106,74 +116,84 @@ def _gid(view: View) -> Iterator[Told]:
         if view.text(name)
     ]
     for name in others:
-        yield name, warning(f"is not looked at: NCCL_IB_GID_INDEX={index} chooses the GID")
+        yield name, make_warning(f"is not looked at: NCCL_IB_GID_INDEX={index} chooses the GID")
     if view.version is None or view.since(2, 21):
         newer = "" if view.version else "from 2.21 on "
         yield (
             "NCCL_IB_GID_INDEX",
-            warning(
+            make_warning(
                 f"{newer}NCCL finds it; a fixed index differs between nodes, reboots and containers:"
                 " leave it out, or say NCCL_IB_ADDR_FAMILY and NCCL_IB_ADDR_RANGE"
             ),
         )
 
 
-def _no_infiniband(view: View) -> Iterator[Told]:
+def _no_infiniband(view: SettingsView) -> Iterator[VariableIssue]:
     named = view.text("NCCL_NET") or ""
     net = named.lower()
     off = view.number("NCCL_IB_DISABLE") == 1
     if off and net == "ib":
-        yield "NCCL_NET", error("is IB while NCCL_IB_DISABLE=1 turns it off; take one of them out")
+        yield "NCCL_NET", make_error("is IB while NCCL_IB_DISABLE=1 turns it off; take one of them out")
     elif net not in ("", "ib", "socket") and (view.text("NCCL_NET_PLUGIN") or "").lower() == "none":
-        yield "NCCL_NET", error(f"{show(named)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none")
+        yield (
+            "NCCL_NET",
+            make_error(f"{quote_value(named)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none"),
+        )
     if off or net == "socket":
         why = "NCCL_IB_DISABLE=1" if off else "NCCL_NET=Socket"
         for name in view.settings:
-            if name.startswith("NCCL_IB_") and name != "NCCL_IB_DISABLE" and name in registry().variables:
-                yield name, warning(f"does nothing: {why} turns InfiniBand and RoCE off")
-    plugin = plugin_on_path(view.text("LD_LIBRARY_PATH") or "")
+            if (
+                name.startswith("NCCL_IB_")
+                and name != "NCCL_IB_DISABLE"
+                and name in variable_registry().variables
+            ):
+                yield name, make_warning(f"does nothing: {why} turns InfiniBand and RoCE off")
+    plugin = find_plugin_folder(view.text("LD_LIBRARY_PATH") or "")
     if off and plugin and (view.text("NCCL_NET_PLUGIN") or "").lower() != "none":
         yield (
             "NCCL_IB_DISABLE",
-            warning(
-                f"is ignored once a plugin is loaded, and LD_LIBRARY_PATH holds {show(plugin)};"
+            make_warning(
+                f"is ignored once a plugin is loaded, and LD_LIBRARY_PATH holds {quote_value(plugin)};"
                 " NCCL_NET=Socket is the sure way, NCCL_NET_PLUGIN=none keeps the plugin out"
             ),
         )
 
 
-def _bounds(view: View) -> Iterator[Told]:
+def _bounds(view: SettingsView) -> Iterator[VariableIssue]:
     for what in ("CTAS", "NCHANNELS", "P2P_NCHANNELS", "NRINGS"):
         low, high = view.number(f"NCCL_MIN_{what}"), view.number(f"NCCL_MAX_{what}")
         if low is not None and high is not None and low > high:
-            yield f"NCCL_MIN_{what}", error(f"{low} is above NCCL_MAX_{what}={high}")
+            yield f"NCCL_MIN_{what}", make_error(f"{low} is above NCCL_MAX_{what}={high}")
     for end in ("MIN", "MAX"):
         if view.text(f"NCCL_{end}_CTAS") and view.text(f"NCCL_{end}_NCHANNELS"):
             yield (
                 f"NCCL_{end}_NCHANNELS",
-                warning(f"stands beside NCCL_{end}_CTAS; the tighter of the two holds: keep that one"),
+                make_warning(f"stands beside NCCL_{end}_CTAS; the tighter of the two holds: keep that one"),
             )
         if view.text(f"NCCL_{end}_NRINGS") and view.text(f"NCCL_{end}_NCHANNELS"):
-            yield f"NCCL_{end}_NRINGS", warning(f"is ignored beside NCCL_{end}_NCHANNELS")
+            yield f"NCCL_{end}_NRINGS", make_warning(f"is ignored beside NCCL_{end}_NCHANNELS")
 
 
-def _chunks(view: View) -> Iterator[Told]:
+def _chunks(view: SettingsView) -> Iterator[VariableIssue]:
     buffer = view.number("NCCL_BUFFSIZE") or view.default("NCCL_BUFFSIZE") or 0
     step = buffer // _STEPS
     chunk = view.number("NCCL_CHUNK_SIZE")
     if chunk is not None and chunk >= _MIB:
         yield (
             "NCCL_CHUNK_SIZE",
-            warning(f"{chunk}: from 1 MiB on results have been wrong, with Xid 31; stay below"),
+            make_warning(f"{chunk}: from 1 MiB on results have been wrong, with Xid 31; stay below"),
         )
     for name in ("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE"):
         size = view.number(name)
         if size is not None and size > step and (view.version is None or view.since(2, 19)):
             text = f"{size} is cut to {step}, an eighth of NCCL_BUFFSIZE"
-            yield name, note(f"{text}; {size * _STEPS} there would let it count, and takes that much memory")
+            yield (
+                name,
+                make_note(f"{text}; {size * _STEPS} there would let it count, and takes that much memory"),
+            )
 
 
-def _adaptive_routing(view: View) -> Iterator[Told]:
+def _adaptive_routing(view: SettingsView) -> Iterator[VariableIssue]:
     """The size from which on data goes apart from its notice: src/transport/net_ib/p2p.cc:131 of 2.30.7.
 
     What it costs: N#1050.
@@ -186,12 +206,15 @@ def _adaptive_routing(view: View) -> Iterator[Told]:
     if threshold > buffer:
         yield (
             name,
-            warning(f"{threshold} is above NCCL_BUFFSIZE {buffer}: no message uses adaptive routing"),
+            make_warning(f"{threshold} is above NCCL_BUFFSIZE {buffer}: no message uses adaptive routing"),
         )
     elif view.number("NCCL_IB_ADAPTIVE_ROUTING") == 0:
-        yield name, warning("does nothing: NCCL_IB_ADAPTIVE_ROUTING=0 sends each message in one piece")
+        yield name, make_warning("does nothing: NCCL_IB_ADAPTIVE_ROUTING=0 sends each message in one piece")
     elif view.number("NCCL_IB_OOO_RQ") == 1 and (view.version is None or view.since(2, 30)):
-        yield name, warning("is not looked at: NCCL_IB_OOO_RQ=1 lets data and its notice arrive in any order")
+        yield (
+            name,
+            make_warning("is not looked at: NCCL_IB_OOO_RQ=1 lets data and its notice arrive in any order"),
+        )
     elif threshold < _ROUTED_FROM:
         sizes = "all messages" if threshold <= 0 else f"messages of {threshold} to {_ROUTED_FROM} bytes"
         roce = (
@@ -204,12 +227,12 @@ def _adaptive_routing(view: View) -> Iterator[Told]:
             f" {_ROUTED_FROM} is the default, and large ones gain nothing. It is wrong where adaptive routing"
             f" is off: on InfiniBand it must be on for the service level of NCCL_IB_SL, on RoCE {roce}"
         )
-        yield name, warning(text, "; leave it out, unless small messages were measured to gain")
+        yield name, make_warning(text, "; leave it out, unless small messages were measured to gain")
 
 
-def _algorithms(view: View) -> Iterator[Told]:
+def _algorithms(view: SettingsView) -> Iterator[VariableIssue]:
     algo, proto = view.text("NCCL_ALGO"), view.text("NCCL_PROTO")
-    chosen = parse_selection("NCCL_ALGO", algo, view.version) if algo else None
+    chosen = parse_nccl_selection("NCCL_ALGO", algo, view.version) if algo else None
     if chosen is not None and chosen.is_valid:
         left = frozenset().union(*chosen.chosen.values()) if chosen.chosen else frozenset()
         needs = (
@@ -225,64 +248,73 @@ def _algorithms(view: View) -> Iterator[Told]:
             wanted = sorted(chosen.words & names)
             if is_off and wanted:
                 alone = left <= names
-                say = error if alone else warning
+                say = make_error if alone else make_warning
                 yield "NCCL_ALGO", say(f"asks for {', '.join(wanted)}, which {switch} has turned off")
-    if chosen and proto and chosen.is_valid and (view.version is None or view.since(*FROM_EMPTY)):
-        other = parse_selection("NCCL_PROTO", proto, view.version)
+    if chosen and proto and chosen.is_valid and (view.version is None or view.since(*FROM_EMPTY_SINCE)):
+        other = parse_nccl_selection("NCCL_PROTO", proto, view.version)
         lost = sorted(set(other.chosen) - set(chosen.chosen)) if other.is_valid else []
         if lost:
             yield (
                 "NCCL_ALGO",
-                error(
-                    f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={show(proto)} covers: from 2.31"
+                make_error(
+                    f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={quote_value(proto)}"
+                    " covers: from 2.31"
                     f" on they have no algorithm",
-                    f"; write {show(f'ring,tree;{algo}')}",
+                    f"; write {quote_value(f'ring,tree;{algo}')}",
                     f"ring,tree;{algo}",
                 ),
             )
 
 
-def _symmetric(view: View) -> Iterator[Told]:
+def _symmetric(view: SettingsView) -> Iterator[VariableIssue]:
     kernels = view.text("NCCL_SYM_KERNEL")
-    if kernels and not view.text("NCCL_ALGO") and (view.version is None or view.since(*FROM_EMPTY)):
+    if kernels and not view.text("NCCL_ALGO") and (view.version is None or view.since(*FROM_EMPTY_SINCE)):
         yield (
             "NCCL_SYM_KERNEL",
-            warning(
+            make_warning(
                 "from 2.31 on leaves what it names without the usual algorithms, so that buffers that are"
                 " not registered fail; name some in NCCL_ALGO too"
             ),
         )
 
 
-def _protocols(view: View) -> Iterator[Told]:
+def _protocols(view: SettingsView) -> Iterator[VariableIssue]:
     algo, proto = view.text("NCCL_ALGO"), view.text("NCCL_PROTO")
     if not algo or not proto:
         return
-    algorithms = parse_selection("NCCL_ALGO", algo, view.version)
-    protocols = parse_selection("NCCL_PROTO", proto, view.version)
+    algorithms = parse_nccl_selection("NCCL_ALGO", algo, view.version)
+    protocols = parse_nccl_selection("NCCL_PROTO", proto, view.version)
     if not algorithms.is_valid or not protocols.is_valid:
         return
     for function, left in algorithms.chosen.items():
-        simple = left and left.isdisjoint({"ring", "tree"}) and function not in stranded(algorithms)
+        simple = (
+            left
+            and left.isdisjoint({"ring", "tree"})
+            and function not in functions_without_choice(algorithms)
+        )
         if simple and "simple" not in protocols.chosen.get(function, frozenset({"simple"})):
             yield (
                 "NCCL_PROTO",
-                error(
-                    f"{show(proto)} leaves {function} nothing: {', '.join(sorted(left))} know Simple alone"
+                make_error(
+                    f"{quote_value(proto)} leaves {function} nothing: {', '.join(sorted(left))} know"
+                    " Simple alone"
                 ),
             )
 
 
-def _memory(view: View) -> Iterator[Told]:
+def _memory(view: SettingsView) -> Iterator[VariableIssue]:
     if view.number("NCCL_MNNVL_ENABLE") == 1 and view.number("NCCL_CUMEM_ENABLE") == 0:
-        yield "NCCL_CUMEM_ENABLE", error("is 0, and NVLink between nodes (NCCL_MNNVL_ENABLE=1) needs it")
+        yield "NCCL_CUMEM_ENABLE", make_error("is 0, and NVLink between nodes (NCCL_MNNVL_ENABLE=1) needs it")
     if view.number("NCCL_P2P_DISABLE") == 1 and view.text("NCCL_P2P_LEVEL"):
-        yield "NCCL_P2P_LEVEL", warning("is not looked at: NCCL_P2P_DISABLE=1")
+        yield "NCCL_P2P_LEVEL", make_warning("is not looked at: NCCL_P2P_DISABLE=1")
     if view.number("NCCL_P2P_DISABLE") == 1 and view.number("NCCL_SHM_DISABLE") == 1:
-        yield "NCCL_SHM_DISABLE", warning("with NCCL_P2P_DISABLE sends all traffic of a node through its NIC")
+        yield (
+            "NCCL_SHM_DISABLE",
+            make_warning("with NCCL_P2P_DISABLE sends all traffic of a node through its NIC"),
+        )
     if view.number("NCCL_MULTI_RANK_GPU_ENABLE") == 1 and view.number("NCCL_NVLS_ENABLE") == 1:
         text = "is 1, which fails at start with several ranks on a GPU"
-        yield "NCCL_NVLS_ENABLE", error(text, "; use 2 or 0", "2")
+        yield "NCCL_NVLS_ENABLE", make_error(text, "; use 2 or 0", "2")
     mixing, ordering = (
         view.number("NCCL_GRAPH_MIXING_SUPPORT"),
         view.number("NCCL_GRAPH_STREAM_ORDERING"),
@@ -290,95 +322,108 @@ def _memory(view: View) -> Iterator[Told]:
     if mixing == 1 and ordering == 0:
         yield (
             "NCCL_GRAPH_STREAM_ORDERING",
-            warning("is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"),
+            make_warning("is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"),
         )
 
 
-def _partition(view: View) -> Iterator[Told]:
+def _partition(view: SettingsView) -> Iterator[VariableIssue]:
     value = view.number("NCCL_IB_PKEY_VALUE")
     if view.text("NCCL_IB_PKEY") and value is not None and value >= 0:
-        yield "NCCL_IB_PKEY", warning("is not looked at: NCCL_IB_PKEY_VALUE chooses the partition")
+        yield "NCCL_IB_PKEY", make_warning("is not looked at: NCCL_IB_PKEY_VALUE chooses the partition")
 
 
-def _traffic_class(view: View) -> Iterator[Told]:
-    for name in TRAFFIC:
+def _traffic_class(view: SettingsView) -> Iterator[VariableIssue]:
+    for name in CLASS_VARIABLES:
         value = view.number(name)
         if value is not None and 0 < value <= 255:
-            what = decode(value)
+            what = decode_traffic_class(value)
             no_marks = value & 3 == 0
             hint = "; so that marking hangs on the NIC setting its bits itself" if no_marks else ""
-            yield name, note(f"is {what}; the switches must map it{hint}")
+            yield name, make_note(f"is {what}; the switches must map it{hint}")
     ours, theirs = view.number("NCCL_IB_TC"), view.number("UCX_IB_TRAFFIC_CLASS")
     if ours is None or theirs is None or not (0 <= ours <= 255 and 0 <= theirs <= 255):
         return
-    for one in agreement({"NCCL_IB_TC": str(ours), "UCX_IB_TRAFFIC_CLASS": str(theirs)}, "", uses_ucx=True):
-        yield "UCX_IB_TRAFFIC_CLASS", warning(one.text)
+    for one in check_class_agreement(
+        {"NCCL_IB_TC": str(ours), "UCX_IB_TRAFFIC_CLASS": str(theirs)}, "", uses_ucx=True
+    ):
+        yield "UCX_IB_TRAFFIC_CLASS", make_warning(one.text)
 
 
-def _interfaces(view: View) -> Iterator[Told]:
+def _interfaces(view: SettingsView) -> Iterator[VariableIssue]:
     ours, gloo = view.text("NCCL_SOCKET_IFNAME"), view.text("GLOO_SOCKET_IFNAME")
     if gloo:
         if gloo[0] in "^=":
-            yield "GLOO_SOCKET_IFNAME", error(f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names")
-        elif ours and not any(parse_devices(ours).takes(one) for one in gloo.split(",")):
             yield (
                 "GLOO_SOCKET_IFNAME",
-                warning(f"is {show(gloo)}, which NCCL_SOCKET_IFNAME {show(ours)} leaves out"),
+                make_error(f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names"),
+            )
+        elif ours and not any(parse_device_list(ours).takes(one) for one in gloo.split(",")):
+            yield (
+                "GLOO_SOCKET_IFNAME",
+                make_warning(
+                    f"is {quote_value(gloo)}, which NCCL_SOCKET_IFNAME {quote_value(ours)} leaves out"
+                ),
             )
     entries = (view.text("UCX_NET_DEVICES") or "").split(",")
     bare = re.compile(r"mlx5_\d+|bnxt_re\d+")
     with_ports = ",".join(f"{entry}:1" if bare.fullmatch(entry) else entry for entry in entries)
     for entry in filter(bare.fullmatch, entries):
         text = f"{entry} has no port and matches nothing"
-        yield "UCX_NET_DEVICES", error(text, f"; write {entry}:1", with_ports)
+        yield "UCX_NET_DEVICES", make_error(text, f"; write {entry}:1", with_ports)
 
 
-def _debugging(view: View) -> Iterator[Told]:
+def _debugging(view: SettingsView) -> Iterator[VariableIssue]:
     level, path = (view.text("NCCL_DEBUG") or "").upper(), view.text("NCCL_DEBUG_FILE")
     levels = (view.text("NCCL_DEBUG_LEVELS") or "").upper()
     if view.text("NCCL_DEBUG_SUBSYS") and level not in ("INFO", "TRACE") and "INFO" not in levels:
-        yield "NCCL_DEBUG_SUBSYS", note("does nothing until NCCL_DEBUG is INFO or TRACE")
+        yield "NCCL_DEBUG_SUBSYS", make_note("does nothing until NCCL_DEBUG is INFO or TRACE")
     if path and path not in ("/dev/stdout", "/dev/stderr") and "%p" not in path:
         yield (
             "NCCL_DEBUG_FILE",
-            warning(
+            make_warning(
                 "ranks write over each other's file",
-                f"; write {show(f'{path}.%h.%p')}",
+                f"; write {quote_value(f'{path}.%h.%p')}",
                 f"{path}.%h.%p",
             ),
         )
 
 
-def _old_detours(view: View) -> Iterator[Told]:
+def _old_detours(view: SettingsView) -> Iterator[VariableIssue]:
     """Ways around P2P and PXN that gave wrong sums: seen with 2.15.5, and answered with `use 2.19`."""
     if view.version is None or view.version >= _RIGHT_DETOURS:
         return
     for name in ("NCCL_P2P_DISABLE", "NCCL_PXN_DISABLE"):
         if view.number(name) == 1:
-            release, right = show_version(view.version), show_version(_RIGHT_DETOURS)
+            release, right = format_version(view.version), format_version(_RIGHT_DETOURS)
             text = (
                 f"allreduce between nodes has given wrong results with it in old releases (this is {release})"
             )
-            yield name, warning(f"{text}; take it out, or use NCCL {right}")
+            yield name, make_warning(f"{text}; take it out, or use NCCL {right}")
 
 
-def _ras(view: View) -> Iterator[Told]:
+def _ras(view: SettingsView) -> Iterator[VariableIssue]:
     version = view.version
     if version is not None and version in _RAS_CRASHES and view.number("NCCL_RAS_ENABLE") != 0:
-        release = show_version(version)
-        yield "NCCL_RAS_ENABLE", note(f"asking the RAS thread of {release} has ended jobs; 0 turns it off")
+        release = format_version(version)
+        yield (
+            "NCCL_RAS_ENABLE",
+            make_note(f"asking the RAS thread of {release} has ended jobs; 0 turns it off"),
+        )
 
 
-def _torch(view: View) -> Iterator[Told]:
+def _torch(view: SettingsView) -> Iterator[VariableIssue]:
     for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "AVOID_RECORD_STREAMS"):
         if view.text(f"NCCL_{name}") and view.text(f"TORCH_NCCL_{name}"):
-            yield f"NCCL_{name}", warning(f"stands beside TORCH_NCCL_{name}, its new name; take it out")
+            yield f"NCCL_{name}", make_warning(f"stands beside TORCH_NCCL_{name}, its new name; take it out")
     waits = view.number("TORCH_NCCL_BLOCKING_WAIT") == 1 or view.number("NCCL_BLOCKING_WAIT") == 1
     if waits and (view.number("TORCH_NCCL_ASYNC_ERROR_HANDLING") or 0) > 0:
-        yield "TORCH_NCCL_ASYNC_ERROR_HANDLING", warning("does nothing beside TORCH_NCCL_BLOCKING_WAIT=1")
+        yield (
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            make_warning("does nothing beside TORCH_NCCL_BLOCKING_WAIT=1"),
+        )
 
 
-def _open_mpi(view: View) -> Iterator[Told]:
+def _open_mpi(view: SettingsView) -> Iterator[VariableIssue]:
     rules, use = (
         view.text("OMPI_MCA_coll_tuned_dynamic_rules_filename"),
         view.number("OMPI_MCA_coll_tuned_use_dynamic_rules"),
@@ -386,19 +431,19 @@ def _open_mpi(view: View) -> Iterator[Told]:
     if rules and use != 1:
         yield (
             "OMPI_MCA_coll_tuned_dynamic_rules_filename",
-            error("is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1"),
+            make_error("is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1"),
         )
     elif rules and view.number("OMPI_MCA_coll_han_priority") != 0:
         yield (
             "OMPI_MCA_coll_tuned_dynamic_rules_filename",
-            note(
+            make_note(
                 "from Open MPI 5 on HAN stands before these rules, which then hold inside a node and between"
                 " leaders alone; OMPI_MCA_coll_han_priority=0 gives them all"
             ),
         )
 
 
-_RULES: tuple[Callable[[View], Iterator[Told]], ...] = (
+_RULES: tuple[Callable[[SettingsView], Iterator[VariableIssue]], ...] = (
     _sockets,
     _queue_pairs,
     _gid,

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hpcrun.tuning.lint.environment import Setting
+from hpcrun.tuning.lint.environment import VariableAssignment
 
 
 @dataclass(frozen=True)
-class Demand:
+class PlatformDemand:
     """Values of one variable that a platform asks for, or that do nothing there."""
 
     values: re.Pattern[str]
@@ -19,17 +19,17 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Platform:
+class NetworkPlatform:
     """A network that shows in an environment, and what it asks for."""
 
     name: str
     signs: re.Pattern[str]
     """What shows in an environment that this is it: NAME=VALUE."""
-    demands: Mapping[str, Demand]
+    demands: Mapping[str, PlatformDemand]
 
 
-def _demands(rows: Mapping[str, tuple[str, str]]) -> dict[str, Demand]:
-    return {name: Demand(re.compile(rule, re.I), source) for name, (rule, source) in rows.items()}
+def _demands(rows: Mapping[str, tuple[str, str]]) -> dict[str, PlatformDemand]:
+    return {name: PlatformDemand(re.compile(rule, re.I), source) for name, (rule, source) in rows.items()}
 
 
 _EFA_GUIDE = "aws/aws-ofi-nccl doc/efa-env-var.md"
@@ -43,8 +43,8 @@ _A3_HIGH = "GoogleCloudPlatform/cluster-toolkit examples/machine-learning/a3-hig
 _A3_MEGA = "GoogleCloudPlatform/cluster-toolkit examples/machine-learning/a3-megagpu-8g/nemo-framework"
 _GKE = "GoogleCloudPlatform/cluster-toolkit examples/gke-a3-highgpu/nccl-config.yaml"
 
-PLATFORMS = (
-    Platform(
+NETWORK_PLATFORMS = (
+    NetworkPlatform(
         "EFA",
         re.compile(
             r"FI_PROVIDER=.*\befa\b.*|FI_EFA_\w+=.*|OFI_NCCL_\w+=.*|NCCL_NET=AWS Libfabric|NCCL_NET=ofi"
@@ -63,7 +63,7 @@ PLATFORMS = (
             }
         ),
     ),
-    Platform(
+    NetworkPlatform(
         "Slingshot",
         re.compile(
             r"FI_PROVIDER=.*\bcxi\b.*|FI_CXI_\w+=.*|NCCL_NET=AWS Libfabric|NCCL_SOCKET_IFNAME=.*\bhsn.*", re.I
@@ -77,7 +77,7 @@ PLATFORMS = (
             }
         ),
     ),
-    Platform(
+    NetworkPlatform(
         "Google",
         re.compile(
             r"NCCL_(GPUDIRECTTCPX|FASTRAK|SHIMNET)_\w+=.*|NCCL_NET=(GPUDirectTCPX\w*|FasTrak|gIB)"
@@ -101,10 +101,10 @@ PLATFORMS = (
 )
 
 
-def is_demanded(name: str, value: str, environment: Mapping[str, Setting]) -> bool:
+def is_demanded_by_platform(name: str, value: str, environment: Mapping[str, VariableAssignment]) -> bool:
     """Whether a platform that the rest of the environment shows asks for this value."""
     others = [f"{key}={one.value}" for key, one in environment.items() if key != name and one.value]
-    for platform in PLATFORMS:
+    for platform in NETWORK_PLATFORMS:
         demand = platform.demands.get(name)
         is_here = any(platform.signs.fullmatch(other) for other in others)
         if demand is not None and is_here and demand.values.fullmatch(value.strip()):

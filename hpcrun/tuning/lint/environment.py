@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.issue import Fault, error, warning
+from hpcrun.tuning.issue import ValueIssue, make_error, make_warning
 from hpcrun.tuning.registry.registry import Version
 
 _ASSIGNMENT = re.compile(r"(?:export |declare -x )?([A-Za-z_][A-Za-z0-9_]*|BASH_FUNC_\S+?)=(.*)", re.S)
@@ -26,17 +26,17 @@ _ANSI = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "v": "\v", "f": 
 _LONGEST = 1023
 """What NCCL keeps of a name or a value in a file."""
 _MOST_BYTES = 2**24
-SITE_CONF = Path("/etc/nccl.conf")
+NCCL_SITE_CONF = Path("/etc/nccl.conf")
 CONF_FILE_SINCE: Version = (2, 23)
 _PORTABLE: Version = (2, 30)
 """From here on a line may end as on Windows, and the user's file is looked for in $HOME."""
 """From here on NCCL_CONF_FILE names the user's file."""
-SECRET = frozenset({"NCCL_PSK"})
+SECRET_VARIABLES = frozenset({"NCCL_PSK"})
 """Whose values are never printed."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class VariableAssignment:
     """One place that sets one variable."""
 
     name: str
@@ -47,17 +47,17 @@ class Setting:
     where: str
     """With its line where it has one."""
     is_exported: bool = True
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ValueIssue, ...] = ()
     raw: str = ""
     """How it is written, where that says more than the value."""
 
 
 @dataclass(frozen=True)
-class Layer:
+class EnvironmentLayer:
     """What one source sets and takes away; `fills`: only what is not set before."""
 
     title: str
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[VariableAssignment, ...] = ()
     removed: Mapping[str, str] = field(default_factory=dict)
     """Names that it takes out, and where."""
     fills: bool = False
@@ -70,20 +70,20 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Chain:
+class PrecedenceChain:
     """All that sets one variable; the first that stands is what counts."""
 
     name: str
-    winner: Setting | None
+    winner: VariableAssignment | None
     """None: it was taken away again, or never exported."""
-    steps: tuple[tuple[Setting, str], ...]
+    steps: tuple[tuple[VariableAssignment, str], ...]
     """Every setting in the order of the layers, and what becomes of it."""
 
 
-def resolve(layers: Sequence[Layer]) -> dict[str, Chain]:
+def resolve_layers(layers: Sequence[EnvironmentLayer]) -> dict[str, PrecedenceChain]:
     """For every name who sets it and who wins; layers from the weakest on, those that fill at the end."""
-    state: dict[str, Setting] = {}
-    steps: dict[str, list[tuple[Setting, str]]] = {}
+    state: dict[str, VariableAssignment] = {}
+    steps: dict[str, list[tuple[VariableAssignment, str]]] = {}
     for layer in layers:
         for setting in layer.settings:
             story = steps.setdefault(setting.name, [])
@@ -104,20 +104,20 @@ def resolve(layers: Sequence[Layer]) -> dict[str, Chain]:
             if gone is not None:
                 at = next(i for i, (one, _) in enumerate(steps[name]) if one is gone)
                 steps[name][at] = (gone, f"taken away at {where}")
-    return {name: Chain(name, state.get(name), tuple(story)) for name, story in steps.items()}
+    return {name: PrecedenceChain(name, state.get(name), tuple(story)) for name, story in steps.items()}
 
 
-def printable(setting: Setting) -> str | None:
+def printable_value(setting: VariableAssignment) -> str | None:
     """A value as it may be shown."""
-    return "(hidden)" if setting.name in SECRET and setting.value else setting.value
+    return "(hidden)" if setting.name in SECRET_VARIABLES and setting.value else setting.value
 
 
-def effective(chains: Mapping[str, Chain]) -> dict[str, Setting]:
+def effective_assignments(chains: Mapping[str, PrecedenceChain]) -> dict[str, VariableAssignment]:
     """What counts in the end."""
     return {name: chain.winner for name, chain in chains.items() if chain.winner is not None}
 
 
-def read_text(path: Path) -> str:
+def read_user_file(path: Path) -> str:
     """The text of a file that a person named; UsageError in one line when it cannot be had."""
     try:
         with path.open("rb") as file:
@@ -134,12 +134,14 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path}: is not text in UTF-8") from None
 
 
-def shell_layer(environ: Mapping[str, str], title: str = "shell") -> Layer:
+def layer_from_environment(environ: Mapping[str, str], title: str = "shell") -> EnvironmentLayer:
     """The environment of a process that is at hand."""
-    return Layer(title, tuple(Setting(name, value, title, title) for name, value in environ.items()))
+    return EnvironmentLayer(
+        title, tuple(VariableAssignment(name, value, title, title) for name, value in environ.items())
+    )
 
 
-def parse_dump(text: str, name: str, origin: str) -> Layer:
+def parse_environment_dump(text: str, name: str, origin: str) -> EnvironmentLayer:
     """An environment that was written down: `env`, `env -0`, `export -p`, /proc/PID/environ, an env-file.
 
     Also the JSON of `docker inspect` or `skopeo inspect --config`. UsageError where nothing in it is one.
@@ -149,7 +151,7 @@ def parse_dump(text: str, name: str, origin: str) -> Layer:
     elif "\0" in text:
         pairs = [(0, one) for one in text.split("\0") if one]
     else:
-        pairs = list(_lines(text))
+        pairs = list(_parse_assignment_lines(text))
     settings = []
     for line, pair in pairs:
         match = _ASSIGNMENT.fullmatch(pair)
@@ -158,11 +160,11 @@ def parse_dump(text: str, name: str, origin: str) -> Layer:
                 continue
             raise UsageError(f"{name}:{line}: {pair[:60]!r} is no NAME=VALUE; write down `env` or `env -0`")
         value = _unquoted(match[2]) if _NAMED.fullmatch(pair) else match[2]
-        settings.append(Setting(match[1], value, origin, f"{name}:{line}" if line else name))
-    return Layer(name, tuple(settings))
+        settings.append(VariableAssignment(match[1], value, origin, f"{name}:{line}" if line else name))
+    return EnvironmentLayer(name, tuple(settings))
 
 
-def _lines(text: str) -> Iterator[tuple[int, str]]:
+def _parse_assignment_lines(text: str) -> Iterator[tuple[int, str]]:
     """Assignments with their line; what follows one without being one belongs to its value."""
     start, held = 0, ""
     for number, line in enumerate(text.split("\n"), start=1):
@@ -207,9 +209,9 @@ def _from_json(text: str, name: str) -> list[tuple[int, str]]:
     return [(0, one) for one in found]
 
 
-def conf_paths(value: str | None, version: Version | None, root: Path = Path("/")) -> list[Path]:
+def nccl_conf_paths(value: str | None, version: Version | None, root: Path = Path("/")) -> list[Path]:
     """The files that NCCL reads, those that win first; `value` is NCCL_CONF_FILE's."""
-    site = root / SITE_CONF.relative_to("/")
+    site = root / NCCL_SITE_CONF.relative_to("/")
     if value and (version is None or version >= CONF_FILE_SINCE):
         below = root / value.lstrip("/")
         return [below if value.startswith("/") and below.exists() else Path(value), site]
@@ -221,7 +223,7 @@ def conf_paths(value: str | None, version: Version | None, root: Path = Path("/"
     return [root / home.lstrip("/") / ".nccl.conf", site]
 
 
-def parse_nccl_conf(text: str, name: str, version: Version | None = None) -> Layer:
+def parse_nccl_conf(text: str, name: str, version: Version | None = None) -> EnvironmentLayer:
     """A configuration file as NCCL reads it: # in the first column alone, nothing is trimmed or unquoted."""
     settings = []
     for number, raw in enumerate(text.split("\n"), start=1):
@@ -231,48 +233,48 @@ def parse_nccl_conf(text: str, name: str, version: Version | None = None) -> Lay
         where = f"{name}:{number}"
         key, equals, value = line.partition("=")
         if not equals:
-            fault = error("has no `=` and is passed over")
-            settings.append(Setting(key.strip(), None, name, where, False, (fault,), line))
+            fault = make_error("has no `=` and is passed over")
+            settings.append(VariableAssignment(key.strip(), None, name, where, False, (fault,), line))
             continue
         settings.append(
-            Setting(
+            VariableAssignment(
                 key[:_LONGEST],
                 value[:_LONGEST],
                 name,
                 where,
                 True,
-                tuple(_conf_faults(key, value, version)),
+                tuple(_check_conf_line(key, value, version)),
                 line,
             )
         )
-    return Layer(name, tuple(_repaired(settings)), fills=True)
+    return EnvironmentLayer(name, tuple(_repair_names(settings)), fills=True)
 
 
-def _repaired(settings: Sequence[Setting]) -> Iterator[Setting]:
+def _repair_names(settings: Sequence[VariableAssignment]) -> Iterator[VariableAssignment]:
     """A name that blanks keep NCCL from knowing is told by the name that was meant, and does not count."""
     for one in settings:
         meant = one.name.strip().removeprefix("export ").strip()
         if meant != one.name:
-            yield Setting(meant, one.value, one.origin, one.where, False, one.faults, one.raw)
+            yield VariableAssignment(meant, one.value, one.origin, one.where, False, one.faults, one.raw)
         else:
             yield one
 
 
-def _conf_faults(key: str, value: str, version: Version | None) -> Iterator[Fault]:
+def _check_conf_line(key: str, value: str, version: Version | None) -> Iterator[ValueIssue]:
     if key.strip().startswith("export "):
-        yield error("this is no shell: `export` becomes part of the name; take it out")
+        yield make_error("this is no shell: `export` becomes part of the name; take it out")
     elif key != key.strip():
-        yield error("the blank is part of the name; take it out")
+        yield make_error("the blank is part of the name; take it out")
     if value.endswith("\r"):
         text = "the line ends as on Windows, and that end is part of the value"
-        yield error(text) if version is not None else warning(f"{text} before NCCL 2.30")
+        yield make_error(text) if version is not None else make_warning(f"{text} before NCCL 2.30")
     elif value != value.strip():
-        yield warning("the blank is part of the value; take it out")
+        yield make_warning("the blank is part of the value; take it out")
     if value[:1] in ("'", '"'):
-        yield error("the quotes are part of the value; take them out")
+        yield make_error("the quotes are part of the value; take them out")
     if re.search(r"\s#", value):
-        yield error("a comment behind the value is part of it; give it a line of its own")
+        yield make_error("a comment behind the value is part of it; give it a line of its own")
     if "$" in value:
-        yield error("this is no shell: $ is not replaced")
+        yield make_error("this is no shell: $ is not replaced")
     if len(key) > _LONGEST or len(value) > _LONGEST:
-        yield error(f"NCCL keeps {_LONGEST} characters and drops the rest")
+        yield make_error(f"NCCL keeps {_LONGEST} characters and drops the rest")

@@ -8,12 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.issue import Complaint, show
-from hpcrun.tuning.lint.environment import Chain, printable
-from hpcrun.tuning.lint.lint import Report, chain_json
-from hpcrun.tuning.lint.traffic_classes import TRAFFIC, decode
-from hpcrun.tuning.registry.registry import FIRST, History, Variable, Version, at, registry, show_version
-from hpcrun.tuning.registry.values import number
+from hpcrun.tuning.issue import LintIssue, quote_value
+from hpcrun.tuning.lint.environment import PrecedenceChain, printable_value
+from hpcrun.tuning.lint.lint import LintReport, chain_as_json
+from hpcrun.tuning.lint.traffic_classes import CLASS_VARIABLES, decode_traffic_class
+from hpcrun.tuning.registry.registry import (
+    FIRST_VERSION,
+    CommVariable,
+    ValueHistory,
+    Version,
+    format_version,
+    value_in_release,
+    variable_registry,
+)
+from hpcrun.tuning.registry.values import parse_c_integer
 
 _KINDS = {
     "system": "a fact of the site: belongs into its profile",
@@ -38,14 +46,14 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
-class Explanation:
+class VariableExplanation:
     """What is known of a name; `variable` is None for one that is no variable."""
 
     name: str
-    variable: Variable | None
+    variable: CommVariable | None
     version: Version | None
-    chain: Chain | None
-    findings: tuple[Complaint, ...]
+    chain: PrecedenceChain | None
+    findings: tuple[LintIssue, ...]
 
     @property
     def is_read(self) -> bool | None:
@@ -54,7 +62,7 @@ class Explanation:
             return False
         if self.version is None:
             return None
-        if self.variable.kind == "undocumented" and self.version != registry().library:
+        if self.variable.kind == "undocumented" and self.version != variable_registry().library:
             return None
         return not self.variable.absence(self.version)
 
@@ -62,7 +70,7 @@ class Explanation:
     def value(self) -> str | None:
         """What counts now; None where nothing does."""
         winner = self.chain.winner if self.chain else None
-        return printable(winner) if winner else None
+        return printable_value(winner) if winner else None
 
     def lines(self) -> Iterator[str]:
         """As text."""
@@ -70,48 +78,48 @@ class Explanation:
         if self.variable is not None:
             yield from self._known(self.variable)
         else:
-            yield _line("what", what_is(self.name))
+            yield _format_line("what", describe_non_variable(self.name))
         for setting, fate in self.chain.steps if self.chain else ():
-            value = printable(setting)
+            value = printable_value(setting)
             shown = "(computed)" if value is None else value if value.isprintable() else ascii(value)
-            yield _line("set", f"{setting.where}: {shown}: {fate}")
+            yield _format_line("set", f"{setting.where}: {shown}: {fate}")
         if self.chain is None:
-            yield _line("set", "nowhere that was looked at")
+            yield _format_line("set", "nowhere that was looked at")
         for one in self.findings:
-            yield _line(one.level, one.text)
+            yield _format_line(one.level, one.text)
 
-    def _known(self, known: Variable) -> Iterator[str]:
+    def _known(self, known: CommVariable) -> Iterator[str]:
         owner = "" if known.owner == "nccl" else f"of {known.owner}; "
-        yield _line("what", known.effect)
+        yield _format_line("what", known.effect)
         if known.danger:
-            yield _line("risk", known.danger)
-        yield _line("kind", f"{owner}{_KINDS[known.kind]}; {_RANKS[known.ranks]}")
-        yield _line("read", self._reading(known))
-        yield _line("values", _history(known.values))
+            yield _format_line("risk", known.danger)
+        yield _format_line("kind", f"{owner}{_KINDS[known.kind]}; {_RANKS[known.ranks]}")
+        yield _format_line("read", self._reading(known))
+        yield _format_line("values", _format_history(known.values))
         if known.default:
-            yield _line("default", _default(known, self.version))
-        figure = number(self.value or "")
-        if known.name in TRAFFIC and figure is not None and 0 <= figure <= 255:
-            yield _line("value", str(decode(figure)))
+            yield _format_line("default", _default(known, self.version))
+        figure = parse_c_integer(self.value or "")
+        if known.name in CLASS_VARIABLES and figure is not None and 0 <= figure <= 255:
+            yield _format_line("value", str(decode_traffic_class(figure)))
         if known.instead:
-            yield _line("instead", known.instead)
-        yield _line("source", _SOURCES.get(known.source, known.source))
+            yield _format_line("instead", known.instead)
+        yield _format_line("source", _SOURCES.get(known.source, known.source))
 
-    def _reading(self, known: Variable) -> str:
+    def _reading(self, known: CommVariable) -> str:
         if known.owner != "nccl":
             return f"by {known.owner}, not by NCCL"
-        span = f"from {show_version(known.since)} on" if known.since else ""
+        span = f"from {format_version(known.since)} on" if known.since else ""
         if known.kind == "undocumented":
-            span = f"by {show_version(registry().library)}; other releases are not known"
+            span = f"by {format_version(variable_registry().library)}; other releases are not known"
         if known.after:
-            span = f"not yet by {show_version(known.after)}; its documentation names it"
+            span = f"not yet by {format_version(known.after)}; its documentation names it"
         if known.removed:
-            span += f"{', ' if span else ''}no longer from {show_version(known.removed)} on"
+            span += f"{', ' if span else ''}no longer from {format_version(known.removed)} on"
         if known.deprecated:
-            span += f"{', ' if span else ''}deprecated since {show_version(known.deprecated)}"
+            span += f"{', ' if span else ''}deprecated since {format_version(known.deprecated)}"
         if self.version is None:
             return f"{span or 'in all releases that we know'} (which NCCL is used here is not known)"
-        release = show_version(self.version)
+        release = format_version(self.version)
         verdict = {
             True: f"yes, by {release}",
             False: f"no, not by {release}",
@@ -125,70 +133,72 @@ class Explanation:
         return {
             "name": self.name,
             "is_known": known is not None,
-            "what": known.effect if known else what_is(self.name),
+            "what": known.effect if known else describe_non_variable(self.name),
             "owner": known.owner if known else None,
             "kind": known.kind if known else None,
             "ranks": known.ranks if known else None,
             "risk": known.danger if known else "",
             "is_read": self.is_read,
-            "since": _release(known.since if known else None),
-            "removed": _release(known.removed if known else None),
-            "deprecated": _release(known.deprecated if known else None),
-            "values": {show_version(v): rule for v, rule in known.values} if known else {},
-            "default": at(known.default, self.version) if known else None,
-            "default_history": {show_version(v): value for v, value in known.default} if known else {},
+            "since": _release_text(known.since if known else None),
+            "removed": _release_text(known.removed if known else None),
+            "deprecated": _release_text(known.deprecated if known else None),
+            "values": {format_version(v): rule for v, rule in known.values} if known else {},
+            "default": value_in_release(known.default, self.version) if known else None,
+            "default_history": {format_version(v): value for v, value in known.default} if known else {},
             "instead": known.instead if known else "",
             "source": known.source if known else "",
-            "setting": chain_json(self.chain) if self.chain else None,
+            "setting": chain_as_json(self.chain) if self.chain else None,
             "findings": [one.as_json() for one in self.findings],
         }
 
 
-def explain(name: str, report: Report, version: Version | None) -> Explanation:
+def explain_variable(name: str, report: LintReport, version: Version | None) -> VariableExplanation:
     """What is known of a name, also without its NCCL_ and in small letters; UsageError where it is none."""
-    known = registry().variables
+    known = variable_registry().variables
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{show(name)} is no name of a variable; write letters, digits and _, as NCCL_IB_TC")
+        raise UsageError(
+            f"{quote_value(name)} is no name of a variable; write letters, digits and _, as NCCL_IB_TC"
+        )
     for guess in (name, name.upper(), f"NCCL_{name.upper()}"):
-        if guess in known or guess in registry().lookalikes or guess in registry().symbols:
+        if guess in known or guess in variable_registry().lookalikes or guess in variable_registry().symbols:
             name = guess
             break
     findings = tuple(one for one in report.findings if one.name == name)
-    return Explanation(name, known.get(name), version, report.chains.get(name), findings)
+    return VariableExplanation(name, known.get(name), version, report.chains.get(name), findings)
 
 
-def what_is(name: str) -> str:
+def describe_non_variable(name: str) -> str:
     """In a sentence, what a name is that is no variable."""
-    impostor = registry().lookalike(name)
+    impostor = variable_registry().lookalike(name)
     if impostor is not None:
         reader = f"read by {impostor.reader}" if impostor.reader else "read by nobody that we know"
         instead = f"; use {impostor.instead}" if impostor.instead else ""
         return f"no variable of NCCL; {reader}{instead}{f'; {impostor.text}' if impostor.text else ''}"
-    if name in registry().symbols:
-        return f"no variable: {registry().symbols[name]}"
-    close = registry().nearest(name)
-    library = show_version(registry().library)
+    if name in variable_registry().symbols:
+        return f"no variable: {variable_registry().symbols[name]}"
+    close = variable_registry().nearest(name)
+    library = format_version(variable_registry().library)
     return f"not known up to NCCL {library}{f'; did you mean {close}?' if close else ''}"
 
 
-def _release(version: Version | None) -> str | None:
-    return show_version(version) if version else None
+def _release_text(version: Version | None) -> str | None:
+    return format_version(version) if version else None
 
 
-def _line(key: str, text: str) -> str:
+def _format_line(key: str, text: str) -> str:
     return f"  {key:{_WIDTH}} {text}"
 
 
-def _history(history: History) -> str:
+def _format_history(history: ValueHistory) -> str:
     parts = [
-        value if version == FIRST else f"{value} from {show_version(version)} on"
+        value if version == FIRST_VERSION else f"{value} from {format_version(version)} on"
         for version, value in history
     ]
     return "; ".join(parts) or "not known"
 
 
-def _default(known: Variable, version: Version | None) -> str:
-    now = at(known.default, version)
+def _default(known: CommVariable, version: Version | None) -> str:
+    now = value_in_release(known.default, version)
     if version is None or len(known.default) == 1:
-        return _history(known.default)
-    return f"{now or 'not known'} in {show_version(version)} ({_history(known.default)})"
+        return _format_history(known.default)
+    return f"{now or 'not known'} in {format_version(version)} ({_format_history(known.default)})"

@@ -8,24 +8,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.issue import Complaint
+from hpcrun.tuning.issue import LintIssue
 from hpcrun.tuning.lint.environment import (
     CONF_FILE_SINCE,
-    Layer,
-    Setting,
-    conf_paths,
-    effective,
-    parse_dump,
+    EnvironmentLayer,
+    VariableAssignment,
+    effective_assignments,
+    layer_from_environment,
+    nccl_conf_paths,
+    parse_environment_dump,
     parse_nccl_conf,
-    read_text,
-    resolve,
-    shell_layer,
+    read_user_file,
+    resolve_layers,
 )
-from hpcrun.tuning.lint.lint import Report, lint, worst_first
-from hpcrun.tuning.lint.named_files import kind_of, named_files
-from hpcrun.tuning.lint.rank_environments import RankDump, compare_ranks, rank_dump
-from hpcrun.tuning.lint.script_exports import drops_shell, parse_script
-from hpcrun.tuning.registry.nccl_library import Found, find_library, library_of_job
+from hpcrun.tuning.lint.lint import LintReport, lint_layers, sort_issues
+from hpcrun.tuning.lint.named_files import find_named_files, named_file_kind
+from hpcrun.tuning.lint.rank_environments import (
+    RankEnvironment,
+    compare_rank_environments,
+    parse_rank_environment,
+)
+from hpcrun.tuning.lint.script_exports import drops_shell_environment, parse_script_exports
+from hpcrun.tuning.registry.nccl_library import NcclLibraryChoice, find_job_nccl_library, find_nccl_library
 from hpcrun.tuning.registry.registry import Version
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sources:
+class LintSources:
     """What was named on the command line."""
 
     job: Path | None = None
@@ -52,43 +56,43 @@ class Sources:
 
 
 @dataclass(frozen=True)
-class Gathered:
+class LintInput:
     """Layers of settings, from the weakest on, the ranks' dumps, and the NCCL in use."""
 
-    bases: tuple[Layer, ...]
+    bases: tuple[EnvironmentLayer, ...]
     """The shell's environment, or one for each dump."""
-    above: tuple[Layer, ...]
+    above: tuple[EnvironmentLayer, ...]
     """What stands over each of them."""
-    library: Found
-    dumps: tuple[RankDump, ...] = ()
+    library: NcclLibraryChoice
+    dumps: tuple[RankEnvironment, ...] = ()
     elsewhere: tuple[str, ...] = ()
     """Why files that are named are not looked for here; empty: they are."""
     notes: tuple[str, ...] = ()
     confs: tuple[Path, ...] | None = None
     """The files that were named; None: those that NCCL finds."""
-    advice: tuple[Layer, ...] = ()
+    advice: tuple[EnvironmentLayer, ...] = ()
     """What hpcrun sets for the job, where nobody else has."""
 
-    def layers(self, base: Layer) -> list[Layer]:
+    def layers(self, base: EnvironmentLayer) -> list[EnvironmentLayer]:
         """All layers over one environment, the configuration files and hpcrun's settings included."""
         over = [base, *self.above]
-        found = effective(resolve(over)).get("NCCL_CONF_FILE")
+        found = effective_assignments(resolve_layers(over)).get("NCCL_CONF_FILE")
         value = found.value if found else None
         return [*over, *_conf_layers(self.confs, value, self.library.version), *self.advice]
 
 
-def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
+def gather_lint_input(sources: LintSources, environ: Mapping[str, str]) -> LintInput:
     """Read everything; UsageError in one line where a file that was named cannot be read."""
-    bases, notes = _bases(sources, environ)
-    image = _image(sources.container_env)
-    above: list[Layer] = []
+    bases, notes = _base_layers(sources, environ)
+    image = _image_layers(sources.container_env)
+    above: list[EnvironmentLayer] = []
     job: ResolvedJob | None = None
     cluster: ClusterSpec | None = None
     if sources.script is not None:
-        above.append(parse_script(read_text(sources.script), str(sources.script)))
+        above.append(parse_script_exports(read_user_file(sources.script), str(sources.script)))
     if sources.job is not None:
-        job, cluster = _load(sources.job, sources.overrides, sources.cluster)
-        above += _setup(cluster)
+        job, cluster = _load_job_and_profile(sources.job, sources.overrides, sources.cluster)
+        above += _setup_layers(cluster)
         # What job and profile name is handed into the container; the rest keeps the image's values.
         above += [*image, *_job_layers(job, cluster)]
         if job.spec.modules or (cluster and cluster.modules.load):
@@ -97,31 +101,31 @@ def gather(sources: Sources, environ: Mapping[str, str]) -> Gathered:
         above += image
     if image:
         notes.append(f"{sources.container_env}: taken to win over what comes from outside the container")
-    counts = effective(resolve([bases[0], *above]))
+    counts = effective_assignments(resolve_layers([bases[0], *above]))
     values = {name: one.value for name, one in counts.items() if one.value is not None}
     library = (
-        library_of_job(job.spec, cluster, sources.nccl_version, values)
+        find_job_nccl_library(job.spec, cluster, sources.nccl_version, values)
         if job
-        else find_library(sources.nccl_version, environ=values)
+        else find_nccl_library(sources.nccl_version, environ=values)
     )
     confs = tuple(sources.nccl_conf) or None
-    advice = tuple(_advice(job, cluster, library.version, values, notes)) if job else ()
-    return Gathered(
+    advice = tuple(_advice_layers(job, cluster, library.version, values, notes)) if job else ()
+    return LintInput(
         tuple(bases),
         tuple(above),
         library,
-        tuple(map(rank_dump, bases)) if len(bases) > 1 else (),
-        tuple(_elsewhere(sources, job)),
+        tuple(map(parse_rank_environment, bases)) if len(bases) > 1 else (),
+        tuple(_why_files_may_differ(sources, job)),
         tuple(notes),
         confs,
         advice,
     )
 
 
-def report_on(gathered: Gathered) -> Report:
+def lint_gathered(gathered: LintInput) -> LintReport:
     """All that is wrong in it: in each environment, and between them."""
-    reports = [lint(gathered.layers(base), gathered.library.version) for base in gathered.bases]
-    findings: dict[tuple[str, str, str], Complaint] = {}
+    reports = [lint_layers(gathered.layers(base), gathered.library.version) for base in gathered.bases]
+    findings: dict[tuple[str, str, str], LintIssue] = {}
     files = [dump.values.get("NCCL_DEBUG_FILE") for dump in gathered.dumps]
     apart = bool(files) and len(set(files)) == len(files)
     missing = [one for base in gathered.bases for one in _missing_files(gathered, base)]
@@ -129,26 +133,28 @@ def report_on(gathered: Gathered) -> Report:
         if not (apart and one.name == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
             findings.setdefault((one.level, one.name, one.text), one)
     notes = (*gathered.notes, *reports[0].notes)
-    if gathered.elsewhere and any(kind_of(name) for name in reports[0].chains):
+    if gathered.elsewhere and any(named_file_kind(name) for name in reports[0].chains):
         notes += (f"files that variables name were not looked for: {gathered.elsewhere[0]}",)
-    whole = worst_first([*findings.values(), *compare_ranks(gathered.dumps)])
-    return Report(whole, reports[0].chains, notes, reports[0].read)
+    whole = sort_issues([*findings.values(), *compare_rank_environments(gathered.dumps)])
+    return LintReport(whole, reports[0].chains, notes, reports[0].read)
 
 
-def _bases(sources: Sources, environ: Mapping[str, str]) -> tuple[list[Layer], list[str]]:
+def _base_layers(
+    sources: LintSources, environ: Mapping[str, str]
+) -> tuple[list[EnvironmentLayer], list[str]]:
     if sources.env:
-        return [parse_dump(read_text(path), str(path), "env") for path in sources.env], []
-    if sources.script is not None and drops_shell(read_text(sources.script)):
+        return [parse_environment_dump(read_user_file(path), str(path), "env") for path in sources.env], []
+    if sources.script is not None and drops_shell_environment(read_user_file(sources.script)):
         note = f"{sources.script}: its --export keeps this shell's environment out, so that was not looked at"
-        return [Layer("shell")], [note]
-    return [shell_layer(environ)], []
+        return [EnvironmentLayer("shell")], [note]
+    return [layer_from_environment(environ)], []
 
 
-def _image(path: Path | None) -> list[Layer]:
-    return [] if path is None else [parse_dump(read_text(path), str(path), "container")]
+def _image_layers(path: Path | None) -> list[EnvironmentLayer]:
+    return [] if path is None else [parse_environment_dump(read_user_file(path), str(path), "container")]
 
 
-def _load(
+def _load_job_and_profile(
     path: Path, overrides: Sequence[str], cluster: str | None
 ) -> tuple[ResolvedJob, ClusterSpec | None]:
     from hpcrun.specs.cluster import find_cluster
@@ -159,77 +165,83 @@ def _load(
     return resolved, None if name == "local" else find_cluster(None if name in (None, "default") else name)
 
 
-def _setup(cluster: ClusterSpec | None) -> Iterator[Layer]:
+def _setup_layers(cluster: ClusterSpec | None) -> Iterator[EnvironmentLayer]:
     if cluster is not None and cluster.setup:
-        yield parse_script("\n".join(cluster.setup), f"profile {cluster.name} setup")
+        yield parse_script_exports("\n".join(cluster.setup), f"profile {cluster.name} setup")
 
 
-def _job_layers(resolved: ResolvedJob, cluster: ClusterSpec | None) -> Iterator[Layer]:
-    from hpcrun.specs.fields import given
+def _job_layers(resolved: ResolvedJob, cluster: ClusterSpec | None) -> Iterator[EnvironmentLayer]:
+    from hpcrun.specs.fields import set_variables
 
     if cluster is not None:
         title = f"profile {cluster.name}"
-        env = given(cluster.env).items()
-        yield Layer(title, tuple(Setting(name, value, "profile", f"{title} env") for name, value in env))
+        env = set_variables(cluster.env).items()
+        yield EnvironmentLayer(
+            title, tuple(VariableAssignment(name, value, "profile", f"{title} env") for name, value in env)
+        )
     where = resolved.document.where
-    env = given(resolved.spec.env).items()
-    yield Layer("job", tuple(Setting(name, value, "job", where(f"env.{name}")) for name, value in env))
+    env = set_variables(resolved.spec.env).items()
+    yield EnvironmentLayer(
+        "job", tuple(VariableAssignment(name, value, "job", where(f"env.{name}")) for name, value in env)
+    )
 
 
-def _advice(
+def _advice_layers(
     job: ResolvedJob,
     cluster: ClusterSpec | None,
     version: Version | None,
     environ: Mapping[str, str],
     notes: list[str],
-) -> Iterator[Layer]:
+) -> Iterator[EnvironmentLayer]:
     """What `submit` adds; a profile that is wrong there costs these settings, and a note says so."""
-    from hpcrun.tuning.job_settings import advise_job, foresee
+    from hpcrun.tuning.job_settings import advise_job, preview_job_settings
 
     try:
         found = advise_job(job.spec, cluster, nccl=version)
-        led = foresee(job.spec, cluster, environ, version).environment()
+        led = preview_job_settings(job.spec, cluster, environ, version).environment()
     except UsageError as error:
         notes.append(f"hpcrun sets nothing: {error}")
         return
     settings = (
-        Setting(one.name, led.get(one.name, one.value), "hpcrun", f"hpcrun, {one.source}")
+        VariableAssignment(one.name, led.get(one.name, one.value), "hpcrun", f"hpcrun, {one.source}")
         for one in found.everywhere
     )
-    yield Layer("hpcrun", tuple(settings), fills=True)
+    yield EnvironmentLayer("hpcrun", tuple(settings), fills=True)
 
 
-def _conf_layers(named: Sequence[Path] | None, value: str | None, version: Version | None) -> Iterator[Layer]:
+def _conf_layers(
+    named: Sequence[Path] | None, value: str | None, version: Version | None
+) -> Iterator[EnvironmentLayer]:
     if named is not None:
-        yield from (parse_nccl_conf(read_text(path), str(path), version) for path in named)
+        yield from (parse_nccl_conf(read_user_file(path), str(path), version) for path in named)
         return
-    for path in conf_paths(value, version):
+    for path in nccl_conf_paths(value, version):
         try:
             found = path.is_file()
         except OSError:
             found = False
         if found:
-            yield parse_nccl_conf(read_text(path), str(path), version)
+            yield parse_nccl_conf(read_user_file(path), str(path), version)
 
 
-def _elsewhere(sources: Sources, job: ResolvedJob | None) -> Iterator[str]:
+def _why_files_may_differ(sources: LintSources, job: ResolvedJob | None) -> Iterator[str]:
     if sources.container_env is not None or (job is not None and job.spec.container is not None):
         yield "ranks run in a container, which has files of its own"
     elif sources.env:
         yield "the environment was written down elsewhere"
 
 
-def _missing_files(gathered: Gathered, base: Layer) -> Iterator[Complaint]:
+def _missing_files(gathered: LintInput, base: EnvironmentLayer) -> Iterator[LintIssue]:
     """Files that settings name and that this host has not; those of a job's own may be on its nodes alone."""
     if gathered.elsewhere:
         return
-    counts = effective(resolve(gathered.layers(base)))
+    counts = effective_assignments(resolve_layers(gathered.layers(base)))
     values = {name: one.value for name, one in counts.items() if one.value}
     old = gathered.library.version is not None and gathered.library.version < CONF_FILE_SINCE
-    for one in named_files(values):
+    for one in find_named_files(values):
         if (one.kind == "settings" and (old or gathered.confs is not None)) or not one.lacks:
             continue
         setting = counts[one.variable]
         is_here = setting.origin == "shell" or "/" in setting.origin
         text = one.lacks if is_here else f"{one.lacks}; look whether the job's nodes have it"
-        yield Complaint("warning" if is_here else "note", one.variable, text, setting.where)
+        yield LintIssue("warning" if is_here else "note", one.variable, text, setting.where)

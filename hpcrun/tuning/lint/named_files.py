@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpcrun.tuning.registry.registry import at, registry
+from hpcrun.tuning.registry.registry import value_in_release, variable_registry
 
-Kind = Literal["topology", "graphs", "tuner", "plugin", "library", "rules", "settings", "folder"]
-State = Literal["there", "missing", "unreadable", "empty", "no file", "relative"]
+NamedFileKind = Literal["topology", "graphs", "tuner", "plugin", "library", "rules", "settings", "folder"]
+NamedFileState = Literal["there", "missing", "unreadable", "empty", "no file", "relative"]
 
-_KINDS: Mapping[str, Kind] = {
+_KINDS: Mapping[str, NamedFileKind] = {
     "NCCL_TOPO_FILE": "topology",
     "NCCL_GRAPH_FILE": "graphs",
     "NCCL_CONF_FILE": "settings",
@@ -32,7 +32,7 @@ _KINDS: Mapping[str, Kind] = {
 }
 _WRITTEN = re.compile(r"NCCL_(DEBUG|\w+_DUMP)_FILE|TORCH_NCCL_DEBUG_INFO_(TEMP|PIPE)_FILE|NCCL_PROXY_PROFILE")
 _NO_PLUGIN = ("none", "static_plugin")
-_CONSEQUENCE: Mapping[Kind, str] = {
+_CONSEQUENCE: Mapping[NamedFileKind, str] = {
     "topology": "NCCL passes over that in silence and takes the layout that it finds by itself",
     "graphs": "NCCL ends with an error",
     "tuner": "the tuner goes on without it in silence",
@@ -55,8 +55,8 @@ class NamedFile:
 
     variable: str
     path: str
-    kind: Kind
-    state: State = "there"
+    kind: NamedFileKind
+    state: NamedFileState = "there"
     where: str = ""
     """What sets the variable."""
     digest: str = ""
@@ -88,26 +88,26 @@ class NamedFile:
         return f"{self.path!r} {told}, and {_CONSEQUENCE[self.kind]}" if told else ""
 
 
-_ROOTS: Mapping[Kind, str] = {"topology": "system", "graphs": "graphs"}
+_ROOTS: Mapping[NamedFileKind, str] = {"topology": "system", "graphs": "graphs"}
 
 
-def kind_of(variable: str) -> Kind | None:
+def named_file_kind(variable: str) -> NamedFileKind | None:
     """What a variable names; None where that is no file."""
     if variable in _KINDS:
         return _KINDS[variable]
     if _WRITTEN.fullmatch(variable):
         return "folder"
-    known = registry().variables.get(variable)
-    rule = at(known.values, None) if known else None
+    known = variable_registry().variables.get(variable)
+    rule = value_in_release(known.values, None) if known else None
     return "plugin" if rule == "plugin" else "rules" if rule == "path" else None
 
 
-def named_files(
+def find_named_files(
     values: Mapping[str, str], root: Path = Path("/"), where: Mapping[str, str] | None = None
 ) -> Iterator[NamedFile]:
     """Every file that the values of an environment name, as it is below a root."""
     for variable, value in values.items():
-        kind = kind_of(variable)
+        kind = named_file_kind(variable)
         if kind is None or not value or value.startswith("~"):
             continue
         source = (where or {}).get(variable, "")
@@ -118,15 +118,15 @@ def named_files(
             if value not in ("/dev/stdout", "/dev/stderr") and path:
                 yield NamedFile(variable, value, kind, _folder(root, path), source)
         elif kind != "library" or "/" in value:
-            yield _looked_at(NamedFile(variable, value, kind, where=source), root)
+            yield _inspect_file(NamedFile(variable, value, kind, where=source), root)
 
 
-def _below(root: Path, path: str) -> Path:
+def _path_below(root: Path, path: str) -> Path:
     return root / path.lstrip("/") if path.startswith("/") else Path(path)
 
 
-def _folder(root: Path, path: str) -> State:
-    folder = _below(root, path)
+def _folder(root: Path, path: str) -> NamedFileState:
+    folder = _path_below(root, path)
     if not path.startswith("/"):
         return "there"
     if not folder.exists():
@@ -136,11 +136,11 @@ def _folder(root: Path, path: str) -> State:
     return "there" if os.access(folder, os.W_OK | os.X_OK) else "unreadable"
 
 
-def _looked_at(one: NamedFile, root: Path) -> NamedFile:
-    path = _below(root, one.path)
+def _inspect_file(one: NamedFile, root: Path) -> NamedFile:
+    path = _path_below(root, one.path)
     try:
         if not path.exists():
-            missing: State = "missing" if one.path.startswith("/") else "relative"
+            missing: NamedFileState = "missing" if one.path.startswith("/") else "relative"
             return NamedFile(one.variable, one.path, one.kind, missing, one.where)
         if not path.is_file():
             return NamedFile(one.variable, one.path, one.kind, "no file", one.where)
@@ -154,12 +154,12 @@ def _looked_at(one: NamedFile, root: Path) -> NamedFile:
         return NamedFile(one.variable, one.path, one.kind, "empty", one.where)
     text = content.decode("utf-8", "replace")
     digest = hashlib.sha256(content).hexdigest()[:12]
-    gpus, adapters = _described(text, one.kind)
+    gpus, adapters = _described_devices(text, one.kind)
     is_sound = one.kind not in _ROOTS or f"<{_ROOTS[one.kind]}" in text
     return NamedFile(one.variable, one.path, one.kind, "there", one.where, digest, gpus, adapters, is_sound)
 
 
-def _described(text: str, kind: Kind) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _described_devices(text: str, kind: NamedFileKind) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The GPUs of a topology by their PCI address or of graphs by their number, and the adapters by name."""
     gpus: dict[str, None] = {}
     adapters: dict[str, None] = {}
@@ -182,11 +182,11 @@ def _plugins(variable: str, value: str, library_path: str, root: Path, where: st
         if not name or name.lower() in _NO_PLUGIN:
             continue
         if "/" in name:
-            yield _looked_at(NamedFile(variable, name, "plugin", where=where), root)
+            yield _inspect_file(NamedFile(variable, name, "plugin", where=where), root)
             continue
         files = [name, f"{prefix}-{name}.so"]
         found = any(
-            _below(root, f"{folder}/{file}").is_file() for folder in folders if folder for file in files
+            _path_below(root, f"{folder}/{file}").is_file() for folder in folders if folder for file in files
         )
         yield NamedFile(variable, name, "plugin", "there" if found else "missing", where)
 
@@ -201,7 +201,7 @@ def _configured(root: Path) -> Iterator[str]:
         yield from (line.strip() for line in lines if line.startswith("/"))
 
 
-def foreign(one: NamedFile, gpus: Collection[str], adapters: Collection[str]) -> str:
+def why_foreign(one: NamedFile, gpus: Collection[str], adapters: Collection[str]) -> str:
     """Why a file describes another machine than one with these GPUs (by PCI address) and RDMA devices."""
     if one.state != "there" or not gpus:
         return ""

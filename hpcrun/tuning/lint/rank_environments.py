@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from hpcrun.tuning.issue import Complaint, show
-from hpcrun.tuning.lint.conflicts import plugin_on_path
-from hpcrun.tuning.lint.environment import SECRET, Layer
-from hpcrun.tuning.lint.lint import is_ours, worst_first
-from hpcrun.tuning.registry.device_names import parse_devices
-from hpcrun.tuning.registry.registry import registry
+from hpcrun.tuning.issue import LintIssue, quote_value
+from hpcrun.tuning.lint.conflicts import find_plugin_folder
+from hpcrun.tuning.lint.environment import SECRET_VARIABLES, EnvironmentLayer
+from hpcrun.tuning.lint.lint import is_communication_variable, sort_issues
+from hpcrun.tuning.registry.device_names import parse_device_list
+from hpcrun.tuning.registry.registry import variable_registry
 
 _NODE_NAMES = ("SLURMD_NODENAME", "HOSTNAME", "HOST", "SLURM_NODEID")
 _RANK_NAMES = ("RANK", "SLURM_PROCID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -20,7 +20,7 @@ _MOST_RANKS = 4
 
 
 @dataclass(frozen=True)
-class RankDump:
+class RankEnvironment:
     """The environment that one rank wrote down."""
 
     name: str
@@ -38,70 +38,76 @@ class RankDump:
         return self.name if rank is None else f"{self.name} (rank {rank})"
 
 
-def rank_dump(layer: Layer) -> RankDump:
+def parse_rank_environment(layer: EnvironmentLayer) -> RankEnvironment:
     """The dump that a file holds."""
     values = {one.name: one.value for one in layer.settings if one.value is not None}
-    return RankDump(
-        layer.title, {name: "(hidden)" if name in SECRET else value for name, value in values.items()}
+    return RankEnvironment(
+        layer.title,
+        {name: "(hidden)" if name in SECRET_VARIABLES else value for name, value in values.items()},
     )
 
 
-def compare_ranks(dumps: Sequence[RankDump]) -> tuple[Complaint, ...]:
+def compare_rank_environments(dumps: Sequence[RankEnvironment]) -> tuple[LintIssue, ...]:
     """What differs between ranks and must not."""
-    findings: list[Complaint] = []
-    names = sorted({name for dump in dumps for name in dump.values if is_ours(name)})
+    findings: list[LintIssue] = []
+    names = sorted({name for dump in dumps for name in dump.values if is_communication_variable(name)})
     for name in names:
         findings += _differences(name, dumps)
     findings += [*_same_host(dumps), *_plugins(dumps)]
-    return worst_first(findings)
+    return sort_issues(findings)
 
 
-def _differences(name: str, dumps: Sequence[RankDump]) -> Iterator[Complaint]:
-    known = registry().variables.get(name)
+def _differences(name: str, dumps: Sequence[RankEnvironment]) -> Iterator[LintIssue]:
+    known = variable_registry().variables.get(name)
     scope = known.ranks if known else "same"
     groups = _by_value(name, dumps)
     if scope == "rank" or len(groups) == 1:
         return
     if scope == "same":
         is_read = known is not None and known.owner == "nccl"
-        text = f"must be equal on all ranks and is not: {_told(groups)}"
-        yield Complaint("error" if is_read else "warning", name, text)
+        text = f"must be equal on all ranks and is not: {_describe_groups(groups)}"
+        yield LintIssue("error" if is_read else "warning", name, text)
         return
     for node, members in groupby(
         sorted(dumps, key=lambda one: one.node or ""), key=lambda one: one.node or ""
     ):
         on_node = _by_value(name, list(members))
         if node and len(on_node) > 1:
-            yield Complaint("error", name, f"differs between ranks of one node ({node}): {_told(on_node)}")
+            yield LintIssue(
+                "error", name, f"differs between ranks of one node ({node}): {_describe_groups(on_node)}"
+            )
     if name == "NCCL_IB_HCA":
         yield from _adapters(groups)
     elif name == "NCCL_IB_GID_INDEX":
         text = (
-            f"differs between nodes: {_told(groups)}; leave it to NCCL, or say NCCL_IB_ADDR_RANGE (2.21 on)"
+            f"differs between nodes: {_describe_groups(groups)}; leave it to NCCL, or say"
+            " NCCL_IB_ADDR_RANGE (2.21 on)"
         )
-        yield Complaint("warning", name, text)
+        yield LintIssue("warning", name, text)
     elif name.endswith("_IFNAME"):
-        text = f"differs between nodes: {_told(groups)}; all of them need a common, routed network"
-        yield Complaint("warning", name, text)
+        text = f"differs between nodes: {_describe_groups(groups)}; all of them need a common, routed network"
+        yield LintIssue("warning", name, text)
 
 
-def _by_value(name: str, dumps: Sequence[RankDump]) -> dict[str | None, list[RankDump]]:
-    groups: dict[str | None, list[RankDump]] = {}
+def _by_value(name: str, dumps: Sequence[RankEnvironment]) -> dict[str | None, list[RankEnvironment]]:
+    groups: dict[str | None, list[RankEnvironment]] = {}
     for dump in dumps:
         groups.setdefault(dump.values.get(name), []).append(dump)
     return groups
 
 
-def _told(groups: Mapping[str | None, Sequence[RankDump]]) -> str:
-    def who(members: Sequence[RankDump]) -> str:
+def _describe_groups(groups: Mapping[str | None, Sequence[RankEnvironment]]) -> str:
+    def who(members: Sequence[RankEnvironment]) -> str:
         more = f" and {len(members) - _MOST_RANKS} more" if len(members) > _MOST_RANKS else ""
         return ", ".join(one.label for one in members[:_MOST_RANKS]) + more
 
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0] or ""))
-    return "; ".join(f"{'unset' if value is None else show(value)} on {who(of)}" for value, of in ordered)
+    return "; ".join(
+        f"{'unset' if value is None else quote_value(value)} on {who(of)}" for value, of in ordered
+    )
 
 
-def _same_host(dumps: Sequence[RankDump]) -> Iterator[Complaint]:
+def _same_host(dumps: Sequence[RankEnvironment]) -> Iterator[LintIssue]:
     nodes: dict[str, set[str]] = {}
     for dump in dumps:
         value = dump.values.get("NCCL_HOSTID")
@@ -109,34 +115,37 @@ def _same_host(dumps: Sequence[RankDump]) -> Iterator[Complaint]:
             nodes.setdefault(value, set()).add(dump.node)
     for value, found in nodes.items():
         if len(found) > 1:
-            text = f"{show(value)} is the same on {', '.join(sorted(found))}: NCCL takes them for one node"
-            yield Complaint("error", "NCCL_HOSTID", text)
+            text = (
+                f"{quote_value(value)} is the same on {', '.join(sorted(found))}: NCCL takes them for"
+                " one node"
+            )
+            yield LintIssue("error", "NCCL_HOSTID", text)
 
 
-def _adapters(groups: Mapping[str | None, Sequence[RankDump]]) -> Iterator[Complaint]:
-    lists = [parse_devices(value).entries if value else () for value in groups]
-    told = _told(groups)
+def _adapters(groups: Mapping[str | None, Sequence[RankEnvironment]]) -> Iterator[LintIssue]:
+    lists = [parse_device_list(value).entries if value else () for value in groups]
+    told = _describe_groups(groups)
     if len({len(one) for one in lists}) > 1:
-        yield Complaint("error", "NCCL_IB_HCA", f"names different numbers of adapters: {told}")
+        yield LintIssue("error", "NCCL_IB_HCA", f"names different numbers of adapters: {told}")
     elif len({frozenset(one) for one in lists}) == 1:
-        yield Complaint(
+        yield LintIssue(
             "warning", "NCCL_IB_HCA", f"has the same adapters in another order, so rails cross: {told}"
         )
     else:
-        yield Complaint(
+        yield LintIssue(
             "note", "NCCL_IB_HCA", f"differs between nodes: {told}; see that the rails are the same"
         )
 
 
-def _plugins(dumps: Sequence[RankDump]) -> Iterator[Complaint]:
+def _plugins(dumps: Sequence[RankEnvironment]) -> Iterator[LintIssue]:
     """Library paths of which only some lead to a network plugin."""
-    groups: dict[str | None, list[RankDump]] = {}
+    groups: dict[str | None, list[RankEnvironment]] = {}
     for dump in dumps:
         if (dump.values.get("NCCL_NET_PLUGIN") or "").lower() != "none":
-            groups.setdefault(plugin_on_path(dump.values.get("LD_LIBRARY_PATH", "")), []).append(dump)
+            groups.setdefault(find_plugin_folder(dump.values.get("LD_LIBRARY_PATH", "")), []).append(dump)
     if len(groups) > 1:
         text = (
-            f"leads to different network plugins, which hangs where they meet: {_told(groups)};"
+            f"leads to different network plugins, which hangs where they meet: {_describe_groups(groups)};"
             " make the paths equal, or set NCCL_NET_PLUGIN=none"
         )
-        yield Complaint("error", "LD_LIBRARY_PATH", text)
+        yield LintIssue("error", "LD_LIBRARY_PATH", text)

@@ -12,8 +12,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from hpcrun.tuning.lint.environment import Layer, Setting
-from hpcrun.tuning.lint.shell_words import Command, read_commands, without_comments
+from hpcrun.tuning.lint.environment import EnvironmentLayer, VariableAssignment
+from hpcrun.tuning.lint.shell_words import ShellCommand, parse_shell_commands, strip_shell_comments
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=(.*)", re.S)
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -35,10 +35,10 @@ _PRINT_ONLY = re.compile(r"\s*(?:echo|printf|grep|\[\[?|test)\b[^|>]*(?:>&2)?\s*
 
 
 @dataclass
-class _Script:
+class _ScriptState:
     name: str
-    settings: list[Setting] = field(default_factory=list)
-    local: dict[str, Setting] = field(default_factory=dict)
+    settings: list[VariableAssignment] = field(default_factory=list)
+    local: dict[str, VariableAssignment] = field(default_factory=dict)
     """Assigned and, so far, not exported."""
     removed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class _Script:
     depth: int = 0
     used: set[str] = field(default_factory=set)
     """Names whose value the script itself hands on."""
-    written: dict[str, Command] = field(default_factory=dict)
+    written: dict[str, ShellCommand] = field(default_factory=dict)
     """Files that the script writes from here-documents."""
     seen: set[tuple[str, int]] = field(default_factory=set)
     """Which names were understood on which lines."""
@@ -58,14 +58,16 @@ class _Script:
         return f"{self.name}:{line}"
 
     def put(self, name: str, value: str | None, line: int, *, exported: bool = True) -> None:
-        setting = Setting(name, value, "script", self.where(line), exported or self.exports_all)
+        setting = VariableAssignment(name, value, "script", self.where(line), exported or self.exports_all)
         self.seen.add((name, line))
         if setting.is_exported:
             self.removed.pop(name, None)
             self.local.pop(name, None)
             self.settings.append(setting)
         elif name not in self.removed and any(one.name == name for one in self.settings):
-            self.settings.append(Setting(name, value, "script", setting.where))  # it stays exported
+            self.settings.append(
+                VariableAssignment(name, value, "script", setting.where)
+            )  # it stays exported
         else:
             self.local[name] = setting
 
@@ -76,12 +78,12 @@ class _Script:
         return last.value if last else None
 
 
-def parse_script(text: str, name: str) -> Layer:
+def parse_script_exports(text: str, name: str) -> EnvironmentLayer:
     """The exports of a script in the order of its lines, and what it takes away."""
-    script = _Script(name)
-    _read(script, text)
-    script.notes += _unseen(script, text)
-    return Layer(
+    script = _ScriptState(name)
+    _read_commands(script, text)
+    script.notes += _find_unseen_lines(script, text)
+    return EnvironmentLayer(
         name,
         (*script.settings, *script.local.values()),
         script.removed,
@@ -91,14 +93,14 @@ def parse_script(text: str, name: str) -> Layer:
     )
 
 
-def drops_shell(text: str) -> bool:
+def drops_shell_environment(text: str) -> bool:
     """Whether `#SBATCH --export` keeps the submitting shell's environment out of the job."""
     values = re.findall(r"^#SBATCH\s+(?:.*\s)?--export[=\s]\s*(\S+)", text, re.M)
     return bool(values) and "ALL" not in values[-1].strip("'\"").upper().split(",")
 
 
-def _read(script: _Script, text: str) -> None:
-    commands = read_commands(text)
+def _read_commands(script: _ScriptState, text: str) -> None:
+    commands = parse_shell_commands(text)
     for line in commands.unread:
         where = script.where(script.first_line + line - 1)
         script.notes.append(f"{where}: a quote is never closed; this line was not looked into")
@@ -112,32 +114,32 @@ def _read(script: _Script, text: str) -> None:
             _command(script, placed)
 
 
-def _read_inside(script: _Script, text: str, line: int) -> None:
+def _read_subshell(script: _ScriptState, text: str, line: int) -> None:
     """What another shell would run: it inherits what is exported, and hands nothing back."""
     if script.depth >= _DEEPEST:
         script.notes.append(f"{script.where(line)}: shells inside shells inside this are not looked into")
         return
     inner = replace(script, local={}, exports_all=False, first_line=line, depth=script.depth + 1, commands=0)
-    _read(inner, text)
+    _read_commands(inner, text)
     script.commands += inner.commands
     script.local |= {name: one for name, one in inner.local.items() if name not in script.local}
 
 
-def _unseen(script: _Script, text: str) -> Iterator[str]:
+def _find_unseen_lines(script: _ScriptState, text: str) -> Iterator[str]:
     """Lines that seem to set one of NCCL's variables in a way that was not understood."""
-    spans = [(one.line, one.last_line) for one in read_commands(text).found]
+    spans = [(one.line, one.last_line) for one in parse_shell_commands(text).found]
     for number, line in enumerate(text.split("\n"), start=1):
         if line.lstrip().startswith("#") or _PRINT_ONLY.fullmatch(line):
             continue
         first, last = next((span for span in spans if span[0] <= number <= span[1]), (number, number))
-        for match in _MENTION.finditer(without_comments(line)):
+        for match in _MENTION.finditer(strip_shell_comments(line)):
             name, value = match[1], match[2].lstrip("\"'")
             is_seen = any((name, at) in script.seen for at in range(first, last + 1))
             if not is_seen and not value.startswith((f"${name}", f"${{{name}")):
                 yield f"{script.where(number)}: {name} stands here in a form that was not looked into"
 
 
-def _directive(script: _Script, words: Sequence[str], line: int) -> None:
+def _directive(script: _ScriptState, words: Sequence[str], line: int) -> None:
     for at, word in enumerate(words):
         if word.startswith("#"):
             break
@@ -146,14 +148,14 @@ def _directive(script: _Script, words: Sequence[str], line: int) -> None:
             _exported_list(script, value.strip("'\""), line)
 
 
-def _exported_list(script: _Script, text: str, line: int) -> None:
+def _exported_list(script: _ScriptState, text: str, line: int) -> None:
     for item in text.split(","):
         match = _ASSIGNMENT.fullmatch(item)
         if match:
             script.put(match[1], _known(match[3]), line)
 
 
-def _command(script: _Script, command: Command) -> None:
+def _command(script: _ScriptState, command: ShellCommand) -> None:
     words, line = _expanded(script, command.words), command.line
     _note_uses(script, words)
     assigned = []
@@ -191,10 +193,10 @@ def _command(script: _Script, command: Command) -> None:
         script.notes.append(f"{script.where(line)}: what `{' '.join(words)[:60]}` sets is not known here")
     elif verb not in _PRINTS:
         _remember_file(script, words, command)
-        _inside(script, words, replace(command, words=words))
+        _read_started_command(script, words, replace(command, words=words))
 
 
-def _expanded(script: _Script, words: Sequence[str]) -> list[str]:
+def _expanded(script: _ScriptState, words: Sequence[str]) -> list[str]:
     """The words with variables that the script itself has set, where such a one is a whole word."""
     if words and words[0] in _PRINTS:
         return list(words)
@@ -217,7 +219,7 @@ def _words(text: str) -> list[str]:
         return text.split()
 
 
-def _note_uses(script: _Script, words: Sequence[str]) -> None:
+def _note_uses(script: _ScriptState, words: Sequence[str]) -> None:
     if words and words[0] in _PRINTS:
         return
     for word in words:
@@ -226,22 +228,22 @@ def _note_uses(script: _Script, words: Sequence[str]) -> None:
         script.used |= {name for name in _USE.findall(word) if name != own}
 
 
-def _eval(script: _Script, text: str, line: int) -> None:
+def _eval(script: _ScriptState, text: str, line: int) -> None:
     if _COMPUTED.match(text) or script.depth >= _DEEPEST:
         script.notes.append(f"{script.where(line)}: what `eval {text[:60]}` sets is not known here")
     else:
         _in_place(script, text, line)
 
 
-def _in_place(script: _Script, text: str, line: int) -> None:
+def _in_place(script: _ScriptState, text: str, line: int) -> None:
     """Commands that this very shell runs."""
     before, script.first_line, script.depth = script.first_line, line, script.depth + 1
     if script.depth <= _DEEPEST:
-        _read(script, text)
+        _read_commands(script, text)
     script.first_line, script.depth = before, script.depth - 1
 
 
-def _remember_file(script: _Script, words: Sequence[str], command: Command) -> None:
+def _remember_file(script: _ScriptState, words: Sequence[str], command: ShellCommand) -> None:
     if command.document is None:
         return
     for at, word in enumerate(words[:-1]):
@@ -249,14 +251,14 @@ def _remember_file(script: _Script, words: Sequence[str], command: Command) -> N
             script.written[words[at + 1]] = command
 
 
-def _inside(script: _Script, words: Sequence[str], command: Command) -> None:
+def _read_started_command(script: _ScriptState, words: Sequence[str], command: ShellCommand) -> None:
     """What a command hands to those that it starts: options, `env`, and shells among its words."""
     line, starts = command.line, False
     for at, word in enumerate(words):
         base, rest = word.rpartition("/")[2], words[at + 1 :]
         if base in _STARTERS and not starts:
             starts = True
-            _starter(script, rest, line)
+            _read_launcher_options(script, rest, line)
         elif base == "env":
             _env(script, rest, command)
             return
@@ -268,7 +270,7 @@ def _inside(script: _Script, words: Sequence[str], command: Command) -> None:
             return
 
 
-def _env(script: _Script, rest: Sequence[str], command: Command) -> None:
+def _env(script: _ScriptState, rest: Sequence[str], command: ShellCommand) -> None:
     words = list(rest)
     while words and (words[0].startswith("-") or _ASSIGNMENT.fullmatch(words[0])):
         word = words.pop(0)
@@ -289,10 +291,10 @@ def _env(script: _Script, rest: Sequence[str], command: Command) -> None:
         elif word in _ENV_VALUES and words:
             words.pop(0)
     if words:
-        _inside(script, words, command)
+        _read_started_command(script, words, command)
 
 
-def _shell(script: _Script, shell: str, rest: Sequence[str], command: Command) -> None:
+def _shell(script: _ScriptState, shell: str, rest: Sequence[str], command: ShellCommand) -> None:
     """A shell that a command starts: with -c a text, else a file, else what it is fed."""
     words, is_text = list(rest), False
     while words and words[0][:1] in ("-", "+") and words[0] not in ("-", "--"):
@@ -308,28 +310,28 @@ def _shell(script: _Script, shell: str, rest: Sequence[str], command: Command) -
                 f"{script.where(command.line)}: what `{shell} -c {words[0][:60]}` sets is not known here"
             )
         else:
-            _read_inside(script, words[0], command.line)
+            _read_subshell(script, words[0], command.line)
     elif words and words[0][:1] not in "<>":
         _script_file(script, words[0], command.line)
     elif command.document is not None:
-        _read_inside(script, command.document, command.document_line)
+        _read_subshell(script, command.document, command.document_line)
     elif "<" in words:
         script.notes.append(
             f"{script.where(command.line)}: what `{shell} {' '.join(words)[:60]}` sets is not known here"
         )
 
 
-def _script_file(script: _Script, name: str, line: int) -> None:
+def _script_file(script: _ScriptState, name: str, line: int) -> None:
     key = name if name in script.written else name.removeprefix("./")
     written = script.written.pop(key, None)
     if written is not None:
-        _read_inside(script, written.document or "", written.document_line)
+        _read_subshell(script, written.document or "", written.document_line)
         script.written[key] = written
     else:
         script.notes.append(f"{script.where(line)}: what the script `{name[:60]}` sets is not known here")
 
 
-def _export(script: _Script, verb: str, rest: Sequence[str], line: int) -> None:
+def _export(script: _ScriptState, verb: str, rest: Sequence[str], line: int) -> None:
     flags = "".join(word[1:] for word in rest if word.startswith("-"))
     is_exported = verb == "export" or "x" in flags
     for word in rest:
@@ -343,7 +345,7 @@ def _export(script: _Script, verb: str, rest: Sequence[str], line: int) -> None:
             script.removed[word] = script.where(line)
 
 
-def _starter(script: _Script, rest: Sequence[str], line: int) -> None:
+def _read_launcher_options(script: _ScriptState, rest: Sequence[str], line: int) -> None:
     """The options by which srun, mpirun, mpiexec and container commands set variables."""
     for at, word in enumerate(rest):
         following = rest[at + 1] if at + 1 < len(rest) else ""

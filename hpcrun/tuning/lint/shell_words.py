@@ -17,7 +17,7 @@ _MOST_JOINED = 60
 
 
 @dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """One simple command: its words without quotes, and what a here-document feeds it."""
 
     line: int
@@ -28,33 +28,33 @@ class Command:
 
 
 @dataclass
-class Commands:
+class ShellCommands:
     """The commands of a script in their order; #SBATCH lines are commands of that name."""
 
-    found: list[Command] = field(default_factory=list)
+    found: list[ShellCommand] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
     """Lines whose quotes never close."""
 
 
-def read_commands(text: str) -> Commands:
+def parse_shell_commands(text: str) -> ShellCommands:
     """Every simple command of a script, and the lines that are none."""
-    commands = Commands()
+    commands = ShellCommands()
     lines = [line.removesuffix("\r") for line in text.split("\n")]
     at = 0
     while at < len(lines):
         start, line = at, lines[at]
         at += 1
         if line.startswith("#SBATCH"):
-            commands.found.append(Command(start + 1, line.split(), start + 1))
+            commands.found.append(ShellCommand(start + 1, line.split(), start + 1))
             continue
         while line.endswith("\\") and at < len(lines) and not line.lstrip().startswith("#"):
             line = line[:-1] + lines[at]
             at += 1
-        words = _split(line)
+        words = _split_words(line)
         while words is None and at < len(lines) and at - start < _MOST_JOINED:
             line += f"\n{lines[at]}"
             at += 1
-            words = _split(line)
+            words = _split_words(line)
         if words is None:
             at = start + 1
             commands.unread.append(at)
@@ -65,11 +65,11 @@ def read_commands(text: str) -> Commands:
             end = next((number for number in range(at, len(lines)) if lines[number].strip() == here[2]), None)
             if end is not None:
                 document, at = "\n".join(lines[began:end]), end + 1
-        commands.found += _with_document(_simple(words), (start + 1, at), document, began + 1)
+        commands.found += _with_document(_simple_commands(words), (start + 1, at), document, began + 1)
     return commands
 
 
-def without_comments(text: str) -> str:
+def strip_shell_comments(text: str) -> str:
     """The text without what follows a # outside of quotes; a ~ that the shell replaces becomes $HOME."""
     kept: list[str] = []
     quote, at = "", 0
@@ -91,9 +91,9 @@ def without_comments(text: str) -> str:
     return "".join(kept)
 
 
-def _split(line: str) -> list[str] | None:
+def _split_words(line: str) -> list[str] | None:
     """Words and operators; None where a quote is still open."""
-    lexer = shlex.shlex(without_comments(line), posix=True, punctuation_chars=True)
+    lexer = shlex.shlex(strip_shell_comments(line), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
     lexer.commenters = ""
     try:
@@ -102,7 +102,7 @@ def _split(line: str) -> list[str] | None:
         return None
 
 
-def _simple(words: Sequence[str]) -> Iterator[list[str]]:
+def _simple_commands(words: Sequence[str]) -> Iterator[list[str]]:
     command: list[str] = []
     array: list[str] | None = None
     for word in words:
@@ -128,7 +128,7 @@ def _simple(words: Sequence[str]) -> Iterator[list[str]]:
 
 def _with_document(
     simple: Iterator[list[str]], lines: tuple[int, int], document: str | None, began: int
-) -> Iterator[Command]:
+) -> Iterator[ShellCommand]:
     """A here-document goes to the command that asks for it, and on through a pipe to the next ones."""
     first, last = lines
     is_fed = False
@@ -140,4 +140,4 @@ def _with_document(
         else:
             is_fed = is_fed or "<<" in words
             fed = document if is_fed else None
-        yield Command(first, words, last, fed, fed_line)
+        yield ShellCommand(first, words, last, fed, fed_line)

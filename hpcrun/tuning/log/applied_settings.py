@@ -7,35 +7,35 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from hpcrun.specs.settings import Setting, Settings
+from hpcrun.specs.settings import CommSetting, CommSettings
 from hpcrun.tuning.log.nccl_log import (
-    chosen_in,
-    interface_in,
-    lacks_adapters,
-    nics_in,
-    refused_in,
-    speaker_of,
-    variable_in,
-    version_in,
+    node_of_line,
+    parse_choice_line,
+    parse_interface_line,
+    parse_nics_line,
+    parse_refused_variable,
+    parse_variable_line,
+    parse_version_line,
+    reports_no_adapter,
 )
-from hpcrun.tuning.registry.device_names import parse_devices
-from hpcrun.tuning.registry.nccl_grammar import parse_selection
-from hpcrun.tuning.registry.registry import Version, parse_version, release_of
-from hpcrun.tuning.registry.values import number
+from hpcrun.tuning.registry.device_names import parse_device_list
+from hpcrun.tuning.registry.nccl_grammar import parse_nccl_selection
+from hpcrun.tuning.registry.registry import Version, parse_version, required_nccl_release
+from hpcrun.tuning.registry.values import parse_c_integer
 
-Verdict = Literal["applied", "ignored", "unknown"]
+UptakeVerdict = Literal["applied", "ignored", "unknown"]
 
 _UCX_SET = re.compile(r"UCX\s+INFO\s+UCX_\* env variables?: (.*)")
 _UCX_UNUSED = re.compile(r"UCX\s+WARN\s+unused environment variables?: (.*)")
 
 
 @dataclass(frozen=True)
-class Uptake:
+class SettingUptake:
     """What became of one setting."""
 
     name: str
     value: str
-    verdict: Verdict
+    verdict: UptakeVerdict
     line: str
     """The line that proves it; for `unknown`, why there is none."""
     node: str | None = None
@@ -45,15 +45,17 @@ class Uptake:
         return asdict(self)
 
 
-def prove(settings: Settings, log: str) -> tuple[Uptake, ...]:
+def check_applied_settings(settings: CommSettings, log: str) -> tuple[SettingUptake, ...]:
     """What a job's log says about its settings; NCCL_DEBUG=INFO makes it say most."""
-    lines = [(speaker_of(line), line) for line in log.splitlines()]
+    lines = [(node_of_line(line), line) for line in log.splitlines()]
     found = []
     for one in settings.everywhere:
         others = {_short(node) for node in settings.by_node if one.name in settings.of_node(node)}
-        found.append(_judge(one, [line for node, line in lines if node not in others], None))
+        found.append(_judge_setting(one, [line for node, line in lines if node not in others], None))
     for node, of in settings.by_node.items():
-        found += [_judge(one, [line for who, line in lines if who == _short(node)], node) for one in of]
+        found += [
+            _judge_setting(one, [line for who, line in lines if who == _short(node)], node) for one in of
+        ]
     return tuple(found)
 
 
@@ -61,19 +63,21 @@ def _short(node: str) -> str:
     return node.partition(".")[0]
 
 
-def _judge(one: Setting, lines: Sequence[str], node: str | None) -> Uptake:
-    verdict, line = _of_ucx(one, lines) if one.name.startswith("UCX_") else _of_nccl(one, lines)
-    return Uptake(one.name, one.value, verdict, line, node)
+def _judge_setting(one: CommSetting, lines: Sequence[str], node: str | None) -> SettingUptake:
+    verdict, line = (
+        _judge_ucx_setting(one, lines) if one.name.startswith("UCX_") else _judge_nccl_setting(one, lines)
+    )
+    return SettingUptake(one.name, one.value, verdict, line, node)
 
 
-def _of_nccl(one: Setting, lines: Sequence[str]) -> tuple[Verdict, str]:
+def _judge_nccl_setting(one: CommSetting, lines: Sequence[str]) -> tuple[UptakeVerdict, str]:
     if not one.name.startswith("NCCL_"):
         return "unknown", "no log tells of it"
     version = _version(lines)
     against = next((line.strip() for line in lines if _contradicts(one, line, version)), "")
     if against:
         return "ignored", against
-    said = [(variable_in(line), line.strip()) for line in lines]
+    said = [(parse_variable_line(line), line.strip()) for line in lines]
     proof = next((line for variable, line in said if variable and variable[0] == one.name), "")
     proof = proof or next((line.strip() for line in lines if _shows(one, line)), "")
     if proof:
@@ -85,65 +89,67 @@ def _of_nccl(one: Setting, lines: Sequence[str]) -> tuple[Verdict, str]:
 
 
 def _version(lines: Sequence[str]) -> Version | None:
-    told = next((found[1] for line in lines if (found := version_in(line))), None)
+    told = next((found[1] for line in lines if (found := parse_version_line(line))), None)
     return parse_version(told, "the log") if told else None
 
 
-def _contradicts(one: Setting, line: str, version: Version | None) -> bool:
+def _contradicts(one: CommSetting, line: str, version: Version | None) -> bool:
     """Whether a line shows that it is not read, or something else in use than what was asked for."""
-    told, needs = version_in(line), release_of(one)
+    told, needs = parse_version_line(line), required_nccl_release(one)
     if told and needs and parse_version(told[1], "the log") < needs:
         return True
-    variable = variable_in(line)
-    if refused_in(line) == one.name or (
-        variable and variable[0] == one.name and not _same(variable[1], one.value)
+    variable = parse_variable_line(line)
+    if parse_refused_variable(line) == one.name or (
+        variable and variable[0] == one.name and not _is_same_number(variable[1], one.value)
     ):
         return True
-    wanted = parse_devices(one.value)
+    wanted = parse_device_list(one.value)
     if one.name == "NCCL_SOCKET_IFNAME":
-        used = interface_in(line)
+        used = parse_interface_line(line)
         return used is not None and not wanted.takes(used)
     if one.name == "NCCL_IB_HCA":
-        return lacks_adapters(line) or any(not wanted.takes(*nic) for nic in _adapters(line))
+        return reports_no_adapter(line) or any(not wanted.takes(*nic) for nic in _adapters(line))
     return one.name in ("NCCL_ALGO", "NCCL_PROTO") and _was_not_chosen(one, line, version)
 
 
-def _same(told: str, value: str) -> bool:
+def _is_same_number(told: str, value: str) -> bool:
     """NCCL prints numbers in tens, however they were written."""
-    return told == value or (number(value) is not None and number(told) == number(value))
+    return told == value or (
+        parse_c_integer(value) is not None and parse_c_integer(told) == parse_c_integer(value)
+    )
 
 
 def _adapters(line: str) -> list[tuple[str, int]]:
     """Those in use, with their ports."""
-    words = [nic.partition(":") for nic in nics_in(line)] if "NET/IB" in line else []
+    words = [nic.partition(":") for nic in parse_nics_line(line)] if "NET/IB" in line else []
     return [(name, int(found[0])) for name, _, rest in words if (found := re.match(r"\d{1,3}", rest))]
 
 
-def _was_not_chosen(one: Setting, line: str, version: Version | None) -> bool:
+def _was_not_chosen(one: CommSetting, line: str, version: Version | None) -> bool:
     """Whether a call went by an algorithm, or a protocol, that the value leaves out."""
-    choice = chosen_in(line)
+    choice = parse_choice_line(line)
     if choice is None:
         return False
-    allowed = parse_selection(one.name, one.value, version).chosen
+    allowed = parse_nccl_selection(one.name, one.value, version).chosen
     if choice.collective.lower() not in allowed:
         return False
     taken = choice.algo if one.name == "NCCL_ALGO" else choice.proto
     return taken.lower() not in allowed[choice.collective.lower()]
 
 
-def _shows(one: Setting, line: str) -> bool:
+def _shows(one: CommSetting, line: str) -> bool:
     """Whether a line shows the interface or the devices in use, all of those that were asked for."""
-    wanted = parse_devices(one.value)
+    wanted = parse_device_list(one.value)
     if not wanted.entries or wanted.excludes:
         return False
     if one.name == "NCCL_SOCKET_IFNAME":
-        used = interface_in(line)
+        used = parse_interface_line(line)
         return used is not None and wanted.takes(used)
     used_names = {name for name, _ in _adapters(line)}
     return one.name == "NCCL_IB_HCA" and used_names == set(wanted.names)
 
 
-def _of_ucx(one: Setting, lines: Sequence[str]) -> tuple[Verdict, str]:
+def _judge_ucx_setting(one: CommSetting, lines: Sequence[str]) -> tuple[UptakeVerdict, str]:
     for line in lines:
         unused, given = _UCX_UNUSED.search(line), _UCX_SET.search(line)
         if unused and re.search(rf"\b{one.name}\b", unused[1]):

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.log.nccl_log import NcclLog, machine_of
+from hpcrun.tuning.log.nccl_log import NcclLog, machine_from_log
 from hpcrun.tuning.model.nccl_model import NcclCollective
 from hpcrun.tuning.model.predict import predict_nccl
 
 
 @dataclass(frozen=True)
-class Change:
+class AlgorithmChange:
     """One kind of call that both logs have, and that took other ways."""
 
     collective: str
@@ -30,11 +30,11 @@ class Change:
         return asdict(self)
 
 
-def changes(before: NcclLog, now: NcclLog) -> tuple[Change, ...]:
+def compare_algorithms(before: NcclLog, now: NcclLog) -> tuple[AlgorithmChange, ...]:
     """Where the choice differs; calls that only one of the logs has are no change."""
-    old, new = _ways(before), _ways(now)
+    old, new = _algorithms_by_call(before), _algorithms_by_call(now)
     return tuple(
-        Change(
+        AlgorithmChange(
             call,
             size,
             old[call, size],
@@ -47,7 +47,7 @@ def changes(before: NcclLog, now: NcclLog) -> tuple[Change, ...]:
     )
 
 
-def _ways(log: NcclLog) -> dict[tuple[str, int], tuple[str, ...]]:
+def _algorithms_by_call(log: NcclLog) -> dict[tuple[str, int], tuple[str, ...]]:
     found: dict[tuple[str, int], set[str]] = {}
     for one in log.chosen:
         found.setdefault((one.collective, one.size_bytes), set()).add(f"{one.algo}/{one.proto}")
@@ -61,7 +61,7 @@ def _fastest(log: NcclLog, call: str, size: int) -> str | None:
     if collective is None or not table or not size:
         return None
     try:
-        machine, _ = machine_of(log, "log", None, None, None)
+        machine, _ = machine_from_log(log, "log", None, None, None)
     except UsageError:
         return None
     return predict_nccl(machine, collective, [size], lambda _: None, "", table).rows[0].winner

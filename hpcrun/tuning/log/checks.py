@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hpcrun.tuning.finding import Finding, worst_first
+from hpcrun.tuning.finding import Finding, sort_findings
 from hpcrun.tuning.log.nccl_log import NcclLog
-from hpcrun.tuning.registry.values import number
+from hpcrun.tuning.registry.values import parse_c_integer
 
 _SEND = re.compile(
     r"(?P<rank>\d+)\[\S+?\] -> \d+\[\S+?\] \[send\] via NET/(?P<net>\w+)/\d+(?:\((?P<proxy>\d+)\))?"
@@ -17,15 +17,15 @@ _MANY = 3
 _MOST = 0.75
 
 
-def judge_log(log: NcclLog) -> tuple[Finding, ...]:
+def check_nccl_log(log: NcclLog) -> tuple[Finding, ...]:
     """All of it, worst first; nothing where nothing is told."""
-    return worst_first([*_few_channels(log), *_one_proxy(log), *_lone_queue_pairs(log)])
+    return sort_findings([*_few_channels(log), *_one_proxy(log), *_lone_queue_pairs(log)])
 
 
 def _few_channels(log: NcclLog) -> Iterator[Finding]:
     """A least number of channels above what the library can do: some fall to 2 then."""
     for name in ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS"):
-        wanted = number(log.env.get(name, ""))
+        wanted = parse_c_integer(log.env.get(name, ""))
         if wanted and log.channels and log.channels < wanted:
             used = f"{log.channels} channels are used: {log.library or 'the library'} has its ceiling"
             text = f"is {wanted}, and {used}"
@@ -63,8 +63,8 @@ def _one_proxy(log: NcclLog) -> Iterator[Finding]:
 
 def _lone_queue_pairs(log: NcclLog) -> Iterator[Finding]:
     """RoCE between nodes by one queue pair a connection: what switches hash may fall onto one link."""
-    pairs = number(log.env.get("NCCL_IB_QPS_PER_CONNECTION", "")) or 1
-    adaptive = number(log.env.get("NCCL_IB_ADAPTIVE_ROUTING", "")) == 1
+    pairs = parse_c_integer(log.env.get("NCCL_IB_QPS_PER_CONNECTION", "")) or 1
+    adaptive = parse_c_integer(log.env.get("NCCL_IB_ADAPTIVE_ROUTING", "")) == 1
     if pairs > 1 or adaptive or not any(nic.endswith("/RoCE") for nic in log.nics):
         return
     sends = [rank for rank, net, _ in _sends(log) if net == "IB"]

@@ -8,18 +8,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hpcrun.specs.yaml import load_document
-from hpcrun.tuning.log.nccl_log import Line, NcclLog
-from hpcrun.tuning.log.nccl_messages import Message, Subsystem, Whose, find_message, subsystem_of
-from hpcrun.tuning.log.view import in_view
+from hpcrun.specs.yaml import load_yaml
+from hpcrun.tuning.log.nccl_log import NcclLog, NcclLogLine
+from hpcrun.tuning.log.nccl_messages import (
+    MessageOwner,
+    NcclMessage,
+    NcclSubsystem,
+    find_nccl_message,
+    subsystem_of_source,
+)
+from hpcrun.tuning.log.view import meanings_in_context
 
-Level = Literal["error", "slow", "follows", "harmless", "unknown"]
-LEVELS: tuple[Level, ...] = get_args(Level)
+MeaningLevel = Literal["error", "slow", "follows", "harmless", "unknown"]
+MEANING_LEVELS: tuple[MeaningLevel, ...] = get_args(MeaningLevel)
 _TABLE = Path(__file__).with_name("nccl_warnings.yaml")
 _WARNINGS = ("WARN", "TORCH")
 _READ = (*_WARNINGS, "RDMA")
 """Kinds of lines that are read as warnings are; RDMA is what other programs say of the same devices."""
-_OF_ROLE: dict[str, Level] = {"cause": "error", "follows": "follows", "harmless": "harmless"}
+_OF_ROLE: dict[str, MeaningLevel] = {"cause": "error", "follows": "follows", "harmless": "harmless"}
 _DATA = re.compile(
     r"\S*<\d+>|\b0x[0-9a-f]+|(?<![\w.])/[^\s,:'\"]+|[0-9a-fA-F]*(?:(?:::|:)[0-9a-fA-F.]+){3,}|\S*::\S*"
     r"|\d+(?:\.\d+){3}(?::\d+)?"
@@ -30,11 +36,11 @@ _NUMBER = re.compile(
 
 
 @dataclass(frozen=True)
-class Meaning:
+class LogMeaning:
     """One entry of the table."""
 
     id: str
-    level: Level
+    level: MeaningLevel
     meaning: str
     remedy: str
     confidence: str
@@ -42,18 +48,18 @@ class Meaning:
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class LogDiagnosis:
     """A meaning, and the lines that have it."""
 
-    meaning: Meaning
+    meaning: LogMeaning
     text: str
     """The first of the lines, without its prefix."""
     line: int
     times: int
     place: str = ""
     """The file of NCCL's source that says it; empty where it is not known."""
-    subsystem: Subsystem | None = None
-    whose: Whose | None = None
+    subsystem: NcclSubsystem | None = None
+    whose: MessageOwner | None = None
 
     def as_json(self) -> dict[str, object]:
         """Plain values."""
@@ -62,10 +68,10 @@ class Diagnosis:
 
 
 @dataclass(frozen=True)
-class Diagnoses:
+class LogDiagnoses:
     """All that a log's lines mean, the worst first, and how much of it was understood."""
 
-    found: tuple[Diagnosis, ...]
+    found: tuple[LogDiagnosis, ...]
     understood: int
     """Warnings, of NCCL and of PyTorch."""
     unknown: int
@@ -76,23 +82,23 @@ class Diagnoses:
 
 
 @dataclass(frozen=True)
-class Pattern:
+class LogPattern:
     """How lines of a meaning look."""
 
-    meaning: Meaning
+    meaning: LogMeaning
     expression: re.Pattern[str] | None
     """On `file: text`; None where only the whole log tells."""
     info: bool
 
 
 @dataclass(frozen=True)
-class _Tables:
-    patterns: tuple[Pattern, ...]
+class _DiagnosisTables:
+    patterns: tuple[LogPattern, ...]
     subsystems: dict[str, dict[str, str]]
     whose: dict[str, str]
 
 
-UNKNOWN = Meaning(
+UNKNOWN_MEANING = LogMeaning(
     "unknown",
     "unknown",
     "this warning is not in the table",
@@ -103,15 +109,17 @@ UNKNOWN = Meaning(
 
 
 @cache
-def _tables() -> _Tables:
-    values = load_document(_TABLE).values
-    return _Tables(tuple(_pattern(row) for row in values["warnings"]), values["subsystems"], values["whose"])
+def _tables() -> _DiagnosisTables:
+    values = load_yaml(_TABLE).values
+    return _DiagnosisTables(
+        tuple(_pattern(row) for row in values["warnings"]), values["subsystems"], values["whose"]
+    )
 
 
-def _pattern(row: dict[str, Any]) -> Pattern:
+def _pattern(row: dict[str, Any]) -> LogPattern:
     fields = {key: value for key, value in row.items() if key not in ("pattern", "info", "status")}
     text = _completion(row["status"]) if "status" in row else row.get("pattern")
-    return Pattern(Meaning(**fields), re.compile(text) if text else None, bool(row.get("info")))
+    return LogPattern(LogMeaning(**fields), re.compile(text) if text else None, bool(row.get("info")))
 
 
 def _completion(statuses: list[str]) -> str:
@@ -123,31 +131,31 @@ def _completion(statuses: list[str]) -> str:
     return rf"(?i){about}(?:{number}|.*IBV_WC_(?:{'|'.join(names)})\b)"
 
 
-def patterns() -> tuple[Pattern, ...]:
+def log_patterns() -> tuple[LogPattern, ...]:
     """The table of meanings, in its order."""
     return _tables().patterns
 
 
-def meaning_named(name: str) -> Meaning:
+def find_log_meaning(name: str) -> LogMeaning:
     """One entry by its id."""
-    return next(one.meaning for one in patterns() if one.meaning.id == name)
+    return next(one.meaning for one in log_patterns() if one.meaning.id == name)
 
 
-def diagnose(log: NcclLog) -> Diagnoses:
+def diagnose_nccl_log(log: NcclLog) -> LogDiagnoses:
     """What the lines tell; a warning that is not in the tables is said to be unknown, with its place."""
-    decided = in_view(log)
-    alike: dict[tuple[str, str, str], Diagnosis | None] = {}
-    found: dict[tuple[str, str], Diagnosis] = {}
+    decided = meanings_in_context(log)
+    alike: dict[tuple[str, str, str], LogDiagnosis | None] = {}
+    found: dict[tuple[str, str], LogDiagnosis] = {}
     understood = unknown = 0
     for line in log.lines:
-        cause = cause_of(line.text)
+        cause = normalize_cause(line.text)
         # Lines that differ in names and numbers alone are judged once: a log may have a hundred thousand.
         kind = line.kind, line.place, cause
         if kind not in alike:
-            alike[kind] = _judge(line)
+            alike[kind] = _diagnose_line(line)
         one = alike[kind]
         if name := decided.get(line.number):
-            one = Diagnosis(meaning_named(name), line.text, line.number, 0, line.place)
+            one = LogDiagnosis(find_log_meaning(name), line.text, line.number, 0, line.place)
         if one is None:
             continue
         if line.kind in _WARNINGS:
@@ -158,48 +166,50 @@ def diagnose(log: NcclLog) -> Diagnoses:
         found[key] = replace(before, times=before.times + 1)
     order = ("error", "unknown", "slow", "follows", "harmless")
     ranked = sorted(found.values(), key=lambda one: (order.index(one.meaning.level), one.line))
-    return Diagnoses(tuple(ranked), understood, unknown)
+    return LogDiagnoses(tuple(ranked), understood, unknown)
 
 
-def explain(text: str, place: str = "", kind: str = "WARN") -> Meaning | None:
+def explain_log_line(text: str, place: str = "", kind: str = "WARN") -> LogMeaning | None:
     """The entry that one line has by itself; None where it has none of its own."""
     subject = f"{place}: {text}"
-    for one in patterns():
+    for one in log_patterns():
         if one.expression and (one.info or kind in _READ) and one.expression.search(subject):
             return one.meaning
     return None
 
 
-def cause_of(text: str) -> str:
+def normalize_cause(text: str) -> str:
     """A text without what differs from rank to rank: what is left tells two causes of one kind apart."""
     plain = _DATA.sub("#", text)
     plain = _NUMBER.sub(lambda match: match[0] if match["kept"] else "#", plain)
     return " ".join(plain.split())
 
 
-def _judge(line: Line) -> Diagnosis | None:
+def _diagnose_line(line: NcclLogLine) -> LogDiagnosis | None:
     """One line by itself."""
-    known = find_message(line.text, line.place) if line.kind in _WARNINGS else None
-    meaning = explain(line.text, line.place, line.kind)
+    known = find_nccl_message(line.text, line.place) if line.kind in _WARNINGS else None
+    meaning = explain_log_line(line.text, line.place, line.kind)
     if meaning is None and line.kind in _WARNINGS:
-        meaning = meaning_named(known.meaning) if known and known.meaning else _placed(line, known)
+        meaning = (
+            find_log_meaning(known.meaning) if known and known.meaning else _meaning_by_place(line, known)
+        )
     if meaning is None:
         return None
-    subsystem = subsystem_of(line.place) or (known.subsystem if known else None)
-    return Diagnosis(
+    subsystem = subsystem_of_source(line.place) or (known.subsystem if known else None)
+    return LogDiagnosis(
         meaning, line.text, line.number, 0, line.place, subsystem, known.whose if known else None
     )
 
 
-def _placed(line: Line, known: Message | None) -> Meaning:
+def _meaning_by_place(line: NcclLogLine, known: NcclMessage | None) -> LogMeaning:
     """What can be said of a warning without an entry of its own: where it comes from, and where to look."""
-    subsystem = known.subsystem if known else subsystem_of(line.place)
+    subsystem = known.subsystem if known else subsystem_of_source(line.place)
     if subsystem is None:
-        return UNKNOWN
+        return UNKNOWN_MEANING
     words = _tables().subsystems[subsystem]
     if known is None:
         text = f"this warning is not in the table; {line.place} is about {words['what']}"
-        return replace(UNKNOWN, meaning=text, remedy=f"look at {words['look']}", confidence="low")
+        return replace(UNKNOWN_MEANING, meaning=text, remedy=f"look at {words['look']}", confidence="low")
     text = f"{words['what']}: {_tables().whose[known.whose]} is at fault"
     remedy = f"look at {words['look']}"
-    return Meaning("placed", _OF_ROLE[known.role], text, remedy, "low", ", ".join(known.files))
+    return LogMeaning("placed", _OF_ROLE[known.role], text, remedy, "low", ", ".join(known.files))

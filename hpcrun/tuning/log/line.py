@@ -51,7 +51,7 @@ _WANTED = re.compile(
 )
 
 
-def split_prefix(raw: str) -> tuple[str, str]:
+def split_log_prefix(raw: str) -> tuple[str, str]:
     """What stands before the message, without colours, and the message."""
     line = _COLOUR.sub("", raw)
     start = 0
@@ -67,9 +67,9 @@ def split_prefix(raw: str) -> tuple[str, str]:
     return line[: len(line) - len(message)], message
 
 
-def bare(raw: str) -> str:
+def strip_log_prefix(raw: str) -> str:
     """The message of a line of a log, whoever has passed it on."""
-    return split_prefix(raw)[1]
+    return split_log_prefix(raw)[1]
 
 
 def _is_wanted(line: str, start: int) -> bool:

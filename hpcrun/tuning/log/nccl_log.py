@@ -14,10 +14,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.log.line import split_prefix
-from hpcrun.tuning.log.torch_errors import TorchErrors
+from hpcrun.tuning.log.line import split_log_prefix
+from hpcrun.tuning.log.torch_errors import TorchErrorReader
 from hpcrun.tuning.model.nccl_constants import ALGOS, PROTOS, Algo, Proto
-from hpcrun.tuning.model.nccl_model import Expected, Graph, Machine, NcclCollective, older_than_the_model
+from hpcrun.tuning.model.nccl_model import (
+    ExpectedPerformance,
+    NcclCollective,
+    NcclGraph,
+    NcclMachine,
+    model_version_notes,
+)
 
 _LINE = re.compile(r"(?<!\w)[RN]CCL (INFO|WARN|TRACE|VERSION|CALL) (.*)$")
 _PLACE = re.compile(r"(?:^|\s)(?P<file>[\w./+-]+):(?P<at>\d+)(?: \([^)]*\))?\s*$")
@@ -69,7 +75,7 @@ _PATTERNS = {1: "tree", 2: "tree", 3: "tree", 4: "ring", 5: "nvls", 6: "collnet"
 _BALANCED = 1
 
 
-class Chosen(NamedTuple):
+class AlgorithmChoice(NamedTuple):
     """What NCCL took for one call."""
 
     collective: str
@@ -82,7 +88,7 @@ class Chosen(NamedTuple):
     """What its model expected."""
 
 
-class Line(NamedTuple):
+class NcclLogLine(NamedTuple):
     """One line of NCCL's, without its prefix."""
 
     kind: str
@@ -111,16 +117,16 @@ class NcclLog:
     env: dict[str, str] = field(default_factory=dict)
     """Variables that NCCL says it has read."""
     tuner: str | None = None
-    graphs: dict[str, Graph] = field(default_factory=dict)
-    table: dict[tuple[NcclCollective, Algo, Proto], Expected] = field(default_factory=dict)
+    graphs: dict[str, NcclGraph] = field(default_factory=dict)
+    table: dict[tuple[NcclCollective, Algo, Proto], ExpectedPerformance] = field(default_factory=dict)
     """Latency and bandwidth that its model has worked out; without those it will not take."""
-    chosen: Counter[Chosen] = field(default_factory=Counter)
+    chosen: Counter[AlgorithmChoice] = field(default_factory=Counter)
     gpus: set[str] = field(default_factory=set)
     """Models, as nccl-tests names them."""
-    lines: list[Line] = field(default_factory=list)
+    lines: list[NcclLogLine] = field(default_factory=list)
     read: int = 0
     """Lines of the text, whoever printed them."""
-    errors: list[Line] = field(default_factory=list)
+    errors: list[NcclLogLine] = field(default_factory=list)
     """Lines of others that speak of an error; nothing here understands them."""
 
     @property
@@ -131,7 +137,7 @@ class NcclLog:
         major, minor, *_ = self.version.split(".")
         return int(major), int(minor)
 
-    def expectations(self, collective: NcclCollective) -> dict[tuple[Algo, Proto], Expected]:
+    def expectations(self, collective: NcclCollective) -> dict[tuple[Algo, Proto], ExpectedPerformance]:
         """The table's row of one collective."""
         return {
             (algo, proto): expected
@@ -169,13 +175,13 @@ class NcclLog:
 def parse_nccl_log(text: str) -> NcclLog:
     """Everything that is recognised; a text without a line of NCCL's gives an empty log."""
     log = NcclLog()
-    table = _Table()
-    torch = TorchErrors()
+    table = _CostTable()
+    torch = TorchErrorReader()
     asked: re.Match[str] | None = None
-    best: Counter[Chosen] = Counter()
+    best: Counter[AlgorithmChoice] = Counter()
     for log.read, raw in enumerate(text.splitlines(), 1):
-        prefix, bare = split_prefix(raw)
-        if log.version is None and (version := version_in(bare)):
+        prefix, bare = split_log_prefix(raw)
+        if log.version is None and (version := parse_version_line(bare)):
             log.library, log.version = version
         found = _LINE.search(bare)
         if found is None:
@@ -184,18 +190,20 @@ def parse_nccl_log(text: str) -> NcclLog:
             if torch.read(prefix, bare, log.read):
                 continue
             if _RDMA.search(bare):
-                log.lines.append(Line("RDMA", bare.strip(), log.read))
+                log.lines.append(NcclLogLine("RDMA", bare.strip(), log.read))
             elif _ERROR.search(bare):
-                log.errors.append(Line("OTHER", bare.strip(), log.read))
+                log.errors.append(NcclLogLine("OTHER", bare.strip(), log.read))
             continue
         torch.interrupt(prefix)
-        line = Line(found[1], found[2].strip(), log.read, _place(bare[: found.start()]), speaker_of(bare))
+        line = NcclLogLine(
+            found[1], found[2].strip(), log.read, _source_file(bare[: found.start()]), node_of_line(bare)
+        )
         log.lines.append(line)
         if match := _INPUT.search(line.text):
             asked = match
         elif (match := _BEST.search(line.text)) and asked is not None:
-            best[_best(asked, match)] += 1
-        elif choice := chosen_in(line.text):
+            best[_parse_best(asked, match)] += 1
+        elif choice := parse_choice_line(line.text):
             log.chosen[choice] += 1
         elif "|" in line.text:
             table.read(line.text, log)
@@ -203,13 +211,13 @@ def parse_nccl_log(text: str) -> NcclLog:
             _read(line.text, log)
     if not log.chosen:
         log.chosen = best
-    log.lines += [Line("TORCH" if one.own else "WARN", one.text, one.number) for one in torch.found]
+    log.lines += [NcclLogLine("TORCH" if one.own else "WARN", one.text, one.number) for one in torch.found]
     log.lines.sort(key=lambda line: line.number)
     _count_nodes(log)
     return log
 
 
-def _place(head: str) -> str:
+def _source_file(head: str) -> str:
     """The file that stands before NCCL WARN, from the root of the source."""
     match = _PLACE.search(head)
     return match["file"].rpartition("src/")[2] if match else ""
@@ -227,53 +235,53 @@ def _count_nodes(log: NcclLog) -> None:
         log.nodes, log.per_node = 1, log.ranks
 
 
-def version_in(line: str) -> tuple[str, str] | None:
+def parse_version_line(line: str) -> tuple[str, str] | None:
     """NCCL or RCCL, and its release, where a line tells it; the line need not begin like NCCL's others."""
     match = _VERSION.search(line)
     return (match["library"], match["version"]) if match else None
 
 
-def speaker_of(line: str) -> str:
+def node_of_line(line: str) -> str:
     """The node that a line of NCCL's is from, without its domain; empty where it does not say."""
     # A time of day looks like a process and a thread, and stands before them.
     found = _WHO.findall(line.partition(" NCCL ")[0] + " ")
     return str(found[-1]).partition(".")[0] if found else ""
 
 
-def variable_in(line: str) -> tuple[str, str] | None:
+def parse_variable_line(line: str) -> tuple[str, str] | None:
     """The variable that NCCL says it has read, and its value."""
     match = _ENV.search(line)
     return (match["name"], match["value"]) if match else None
 
 
-def refused_in(line: str) -> str | None:
+def parse_refused_variable(line: str) -> str | None:
     """The variable whose value NCCL says it has not taken."""
     match = _REFUSED.search(line)
     return match["name"] if match else None
 
 
-def interface_in(line: str) -> str | None:
+def parse_interface_line(line: str) -> str | None:
     """The interface that NCCL says its sockets use."""
     match = _SOCKET.search(line)
     return match["interface"] if match else None
 
 
-def nics_in(line: str) -> tuple[str, ...]:
+def parse_nics_line(line: str) -> tuple[str, ...]:
     """What a line of the network in use names, as mlx5_0:1/RoCE or eth0:10.0.0.7<0>."""
     if not re.search(r"NET/(?:IB|Socket) : Using", line):
         return ()
     return tuple(one["nic"] for one in _NICS.finditer(line.partition("; OOB")[0]))
 
 
-def lacks_adapters(line: str) -> bool:
+def reports_no_adapter(line: str) -> bool:
     """Whether a line says that no InfiniBand or RoCE is used."""
     return _NO_ADAPTER.search(line) is not None
 
 
-def chosen_in(line: str) -> Chosen | None:
+def parse_choice_line(line: str) -> AlgorithmChoice | None:
     """What NCCL says that it has taken for a call."""
     match = _CHOSEN.search(line)
-    return _chosen(match) if match else None
+    return _parse_chosen(match) if match else None
 
 
 def _read(text: str, log: NcclLog) -> None:
@@ -292,9 +300,9 @@ def _read(text: str, log: NcclLog) -> None:
         log.channels = int(match["count"])
     elif match := _NETWORK.search(text):
         log.network = match["name"]
-    elif variable := variable_in(text):
+    elif variable := parse_variable_line(text):
         log.env[variable[0]] = variable[1]
-    elif (nics := nics_in(text)) and not log.nics:
+    elif (nics := parse_nics_line(text)) and not log.nics:
         log.nics = nics
     elif "Could not find" not in text and (match := _TUNER.search(text)):
         log.tuner = match["name"]
@@ -306,7 +314,7 @@ def _read_graph(match: re.Match[str], log: NcclLog) -> None:
     if name is None or not channels or name in log.graphs:
         return
     intra, _, inter = match["type"].partition("/")
-    log.graphs[name] = Graph(
+    log.graphs[name] = NcclGraph(
         channels,
         float(match["intra"]),
         float(match["inter"]),
@@ -317,7 +325,7 @@ def _read_graph(match: re.Match[str], log: NcclLog) -> None:
     )
 
 
-class _Table:
+class _CostTable:
     """The table of latencies and bandwidths, in one piece (up to 2.19) or in blocks of three algorithms."""
 
     def __init__(self) -> None:
@@ -342,59 +350,61 @@ class _Table:
         for (algo, proto), cell in zip(self._columns, cells, strict=False):
             match = _CELL.fullmatch(cell)
             if algo and proto and match and float(match["bandwidth"]) > 0:
-                expected = Expected(float(match["latency"]), float(match["bandwidth"]))
+                expected = ExpectedPerformance(float(match["latency"]), float(match["bandwidth"]))
                 log.table.setdefault((call, algo, proto), expected)
 
 
-def _chosen(match: re.Match[str]) -> Chosen:
+def _parse_chosen(match: re.Match[str]) -> AlgorithmChoice:
     channels = int(match["high"]) - int(match["low"]) + 1 if match["high"] else None
-    return Chosen(
+    return AlgorithmChoice(
         match["call"] or "unknown",
         int(match["bytes"]),
-        _named(match["algo"], ALGOS, _algo),
-        _named(match["proto"], PROTOS, _proto),
+        _name_of_number(match["algo"], ALGOS, _algo),
+        _name_of_number(match["proto"], PROTOS, _proto),
         channels,
         float(match["time"]) if match["time"] else None,
     )
 
 
-def _best(asked: re.Match[str], match: re.Match[str]) -> Chosen:
-    return Chosen(
+def _parse_best(asked: re.Match[str], match: re.Match[str]) -> AlgorithmChoice:
+    return AlgorithmChoice(
         asked["call"],
         int(asked["bytes"]),
-        _named(match["algo"], ALGOS, _algo),
-        _named(match["proto"], PROTOS, _proto),
+        _name_of_number(match["algo"], ALGOS, _algo),
+        _name_of_number(match["proto"], PROTOS, _proto),
         int(match["channels"]),
         float(match["time"]),
     )
 
 
-def _named(word: str, names: tuple[Algo, ...] | tuple[Proto, ...], find: Callable[[str], str | None]) -> str:
+def _name_of_number(
+    word: str, names: tuple[Algo, ...] | tuple[Proto, ...], find: Callable[[str], str | None]
+) -> str:
     """A number's name, or the name as it is written everywhere; what is unknown stays as it was printed."""
     if word.isdigit():
         return names[int(word)] if int(word) < len(names) else word
     return find(word) or word
 
 
-def _plain(word: str) -> str:
+def _plain_word(word: str) -> str:
     return word.replace("_", "").lower()
 
 
 def _algo(word: str) -> Algo | None:
-    return next((name for name in ALGOS if _plain(name) == _plain(word)), None)
+    return next((name for name in ALGOS if _plain_word(name) == _plain_word(word)), None)
 
 
 def _proto(word: str) -> Proto | None:
-    return next((name for name in PROTOS if _plain(name) == _plain(word)), None)
+    return next((name for name in PROTOS if _plain_word(name) == _plain_word(word)), None)
 
 
 def _collective(word: str) -> NcclCollective | None:
-    return next((name for name in get_args(NcclCollective) if name == _plain(word)), None)
+    return next((name for name in get_args(NcclCollective) if name == _plain_word(word)), None)
 
 
-def machine_of(
+def machine_from_log(
     log: NcclLog, name: str, nodes: int | None, per_node: int | None, capability: int | None
-) -> tuple[Machine, list[str]]:
+) -> tuple[NcclMachine, list[str]]:
     """What the model needs, from a log; what was asked for goes first. UsageError where something is missing.
 
     The notes say what the log did not tell and what was taken in its place.
@@ -423,9 +433,9 @@ def machine_of(
         capability = 80
         notes.append("the GPUs are not known: taken as sm80 or newer")
     if log.release is not None and not log.table:
-        notes += older_than_the_model(log.release)
+        notes += model_version_notes(log.release)
     graphs = dict(log.graphs)
     if "ring" not in graphs and log.channels:
-        graphs["ring"] = Graph(log.channels, 1.0, 1.0)
+        graphs["ring"] = NcclGraph(log.channels, 1.0, 1.0)
     version = log.release or (2, 30)
-    return Machine(nodes, per_node, capability, graphs, version=version), notes
+    return NcclMachine(nodes, per_node, capability, graphs, version=version), notes

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from hpcrun.tuning.registry.registry import Version, parse_version
 
-Subsystem = Literal[
+NcclSubsystem = Literal[
     "bootstrap",
     "socket",
     "ib",
@@ -30,12 +30,12 @@ Subsystem = Literal[
     "internal",
     "environment",
 ]
-Whose = Literal["ours", "theirs", "system"]
-Role = Literal["cause", "follows", "harmless"]
-_SUBSYSTEMS: dict[str, Subsystem] = {name: name for name in get_args(Subsystem)}
-_WHOSE: dict[str, Whose] = {name: name for name in get_args(Whose)}
-_ROLES: dict[str, Role] = {name: name for name in get_args(Role)}
-TABLE = Path(__file__).with_name("nccl_messages.tsv")
+MessageOwner = Literal["ours", "theirs", "system"]
+MessageRole = Literal["cause", "follows", "harmless"]
+_SUBSYSTEMS: dict[str, NcclSubsystem] = {name: name for name in get_args(NcclSubsystem)}
+_WHOSE: dict[str, MessageOwner] = {name: name for name in get_args(MessageOwner)}
+_ROLES: dict[str, MessageRole] = {name: name for name in get_args(MessageRole)}
+MESSAGE_TABLE = Path(__file__).with_name("nccl_messages.tsv")
 _SHORT = 10
 """Letters of a fragment that tell a message where the line's file is unknown or of the same subsystem."""
 _SURE = 20
@@ -43,7 +43,7 @@ _SURE = 20
 
 
 @dataclass(frozen=True)
-class Message:
+class NcclMessage:
     """One warning of NCCL's."""
 
     fragment: str
@@ -52,27 +52,27 @@ class Message:
     first: Version
     last: Version
     """The newest release of the table that has it."""
-    subsystem: Subsystem
-    whose: Whose
+    subsystem: NcclSubsystem
+    whose: MessageOwner
     """ours: the program's or its settings'; theirs: NCCL's own check; system: driver, network or host."""
-    role: Role
+    role: MessageRole
     meaning: str
     """The entry of nccl_warnings.yaml; empty where it has none of its own."""
 
 
 @cache
-def messages() -> tuple[Message, ...]:
+def load_nccl_messages() -> tuple[NcclMessage, ...]:
     """The whole table."""
-    rows = TABLE.read_text(encoding="utf-8").splitlines()
-    return tuple(_message(row.split("\t")) for row in rows if row and not row.startswith("#"))
+    rows = MESSAGE_TABLE.read_text(encoding="utf-8").splitlines()
+    return tuple(_parse_message(row.split("\t")) for row in rows if row and not row.startswith("#"))
 
 
-def find_message(text: str, place: str) -> Message | None:
+def find_nccl_message(text: str, place: str) -> NcclMessage | None:
     """The message that a line is: the longest words that fit, of the line's own file where it can be."""
-    here = subsystem_of(place) if place else None
+    here = subsystem_of_source(place) if place else None
     fitting = [
         one
-        for one in messages()
+        for one in load_nccl_messages()
         if one.fragment
         and one.fragment in text
         and (place in one.files or len(one.fragment) >= (_SHORT if here in (None, one.subsystem) else _SURE))
@@ -80,14 +80,14 @@ def find_message(text: str, place: str) -> Message | None:
     return max(fitting, key=lambda one: (place in one.files, len(one.fragment)), default=None)
 
 
-def forget() -> None:
+def clear_message_cache() -> None:
     """Read the table anew at the next question."""
-    for one in (messages, subsystem_of, _places):
+    for one in (load_nccl_messages, subsystem_of_source, _places):
         one.cache_clear()
 
 
 @cache
-def subsystem_of(place: str) -> Subsystem | None:
+def subsystem_of_source(place: str) -> NcclSubsystem | None:
     """What a file of NCCL's source is about; None where nothing is known of it and of its folder."""
     if not place:
         return None
@@ -105,21 +105,21 @@ def subsystem_of(place: str) -> Subsystem | None:
 
 
 @cache
-def _places() -> dict[str, Subsystem]:
-    counts: dict[str, list[Subsystem]] = {}
-    for one in messages():
+def _places() -> dict[str, NcclSubsystem]:
+    counts: dict[str, list[NcclSubsystem]] = {}
+    for one in load_nccl_messages():
         for name in one.files:
             counts.setdefault(name, []).append(one.subsystem)
     return {name: max(sorted({*found}), key=found.count) for name, found in counts.items()}
 
 
-def _message(cells: list[str]) -> Message:
+def _parse_message(cells: list[str]) -> NcclMessage:
     fragment, files, first, last, subsystem, whose, role, meaning = cells
-    return Message(
+    return NcclMessage(
         fragment,
         tuple(files.split(",")),
-        parse_version(first, TABLE.name),
-        parse_version(last, TABLE.name),
+        parse_version(first, MESSAGE_TABLE.name),
+        parse_version(last, MESSAGE_TABLE.name),
         _SUBSYSTEMS[subsystem],
         _WHOSE[whose],
         _ROLES[role],

@@ -20,7 +20,7 @@ _OWN = re.compile(
 )
 
 
-class Told(NamedTuple):
+class TorchErrorText(NamedTuple):
     """One text, and where its first line stands."""
 
     text: str
@@ -29,11 +29,11 @@ class Told(NamedTuple):
     """Whether it is PyTorch's word, and not NCCL's."""
 
 
-class TorchErrors:
+class TorchErrorReader:
     """Line by line; several ranks may write at once, each behind its own prefix."""
 
     def __init__(self) -> None:
-        self.found: list[Told] = []
+        self.found: list[TorchErrorText] = []
         self._open: dict[str, tuple[int | None, str]] = {}
 
     def read(self, prefix: str, text: str, number: int) -> bool:
@@ -54,14 +54,14 @@ class TorchErrors:
             at, before = self._open.pop(rank)
             if at is None and not _END.match(text):
                 self._open[rank] = len(self.found), before
-                self.found.append(Told(text.strip(), number, own=False))
+                self.found.append(TorchErrorText(text.strip(), number, own=False))
                 return True
             if at is not None and _GOES_ON.match(text):
                 self._open[rank] = at, before
                 self.found[at] = self.found[at]._replace(text=f"{self.found[at].text} {text.strip()}")
                 return True
         if _OWN.search(text):
-            self.found.append(Told(text.strip(), number, own=True))
+            self.found.append(TorchErrorText(text.strip(), number, own=True))
             return True
         return False
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hpcrun.tuning.log.nccl_log import Line, NcclLog, interface_in, lacks_adapters
+from hpcrun.tuning.log.nccl_log import NcclLog, NcclLogLine, parse_interface_line, reports_no_adapter
 
 _ABSENT = re.compile(
     r"(?P<kind>NET|TUNER|PROFILER|COLLNET|GIN|ENV|RMA)/Plugin ?:?.*"
@@ -22,12 +22,12 @@ _OWN = ("ib", "socket", "none", "")
 """Networks of NCCL's own, and no plugin at all."""
 
 
-def in_view(log: NcclLog) -> dict[int, str]:
+def meanings_in_context(log: NcclLog) -> dict[int, str]:
     """The meaning of lines, by their number, that the whole log decides."""
-    return {line.number: meaning for line, meaning in _decided(log)}
+    return {line.number: meaning for line, meaning in _decided_lines(log)}
 
 
-def _decided(log: NcclLog) -> Iterator[tuple[Line, str]]:
+def _decided_lines(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
     yield from _plugins(log)
     yield from _adapters(log)
     yield from _direct(log)
@@ -36,14 +36,14 @@ def _decided(log: NcclLog) -> Iterator[tuple[Line, str]]:
     yield from _types_of_gids(log)
 
 
-def _types_of_gids(log: NcclLog) -> Iterator[tuple[Line, str]]:
+def _types_of_gids(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
     """From 2.23 on a warning tells it."""
     for at in _NO_TYPE.get(log.release or (0, 0), ()):
         ends = f"transport/net_ib.cc:{at} -> 2"
         yield from ((line, "gid-type") for line in log.lines if line.text.endswith(ends))
 
 
-def _plugins(log: NcclLog) -> Iterator[tuple[Line, str]]:
+def _plugins(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
     """A plugin that is asked for by name and is not there is no harmless line."""
     refused = any("network" in line.text and "not found" in line.text for line in log.lines)
     network = log.env.get("NCCL_NET", "").strip("\"'").lower()
@@ -70,17 +70,17 @@ def _names_another(text: str, kind: str) -> bool:
     return any(name.rstrip(".") not in own for name in found)
 
 
-def _adapters(log: NcclLog) -> Iterator[tuple[Line, str]]:
+def _adapters(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
     """Nobody misses an adapter on one node, or beside a plugin's network."""
     other = log.network is not None and log.network not in ("Socket", "IB")
     if log.nodes != 1 and not other:
         return
     for line in log.lines:
-        if lacks_adapters(line.text) and "No device found" in line.text:
+        if reports_no_adapter(line.text) and "No device found" in line.text:
             yield line, "no-ib-one-node" if log.nodes == 1 else "no-ib-other-network"
 
 
-def _direct(log: NcclLog) -> Iterator[tuple[Line, str]]:
+def _direct(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
     """GPUs reach the NICs near them directly; that they do not reach the far ones is no fault."""
     shared = bool(log.gpus) and all(_SHARES_MEMORY.search(name) for name in log.gpus)
     near = any("GPU Direct RDMA Enabled" in line.text for line in log.lines)
@@ -90,7 +90,7 @@ def _direct(log: NcclLog) -> Iterator[tuple[Line, str]]:
             yield line, "gdr-shared" if shared else "gdr-far"
 
 
-def _launches(log: NcclLog) -> Iterator[tuple[Line, str]]:
+def _launches(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
     """A kernel that asks for too much shared memory fails when it is started, without saying so again."""
     if any(_TOO_MUCH.search(line.text) for line in log.lines):
         for line in log.lines:
@@ -98,14 +98,14 @@ def _launches(log: NcclLog) -> Iterator[tuple[Line, str]]:
                 yield line, "smem"
 
 
-def _loopback(log: NcclLog) -> Iterator[tuple[Line, str]]:
+def _loopback(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
     """The first line of each node that shows an interface in use that does not lead to other nodes."""
     nodes = {line.node for line in log.lines} - {""}
     if (log.nodes or 0) < 2 and (log.nodes == 1 or len(nodes) < 2):
         return
     told: set[str] = set()
     for line in log.lines:
-        found = interface_in(line.text) or ""
+        found = parse_interface_line(line.text) or ""
         meaning = "loopback" if found == "lo" or _LOOPBACK.search(line.text) else ""
         meaning = meaning or ("bridge" if _BRIDGE.match(found) else "")
         if meaning and line.kind == "INFO" and line.node not in told:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-SOURCE = "NCCL 2.30.7, src/graph/tuning.cc"
+MODEL_SOURCE = "NCCL 2.30.7, src/graph/tuning.cc"
 
 Algo = Literal["Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"]
 Proto = Literal["LL", "LL128", "Simple"]

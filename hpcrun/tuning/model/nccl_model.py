@@ -17,13 +17,13 @@ from hpcrun.tuning.model import nccl_constants as constants
 from hpcrun.tuning.model.nccl_constants import PROTOS, Algo, Arch, Link, Proto
 
 NcclCollective = Literal["allreduce", "allgather", "reducescatter", "broadcast", "reduce"]
-Cpu = Literal["intel", "amd", "mixed", "arm", "power", "other"]
-PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "DIS")
+CpuVendor = Literal["intel", "amd", "mixed", "arm", "power", "other"]
+PATH_TYPES = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "DIS")
 """Kinds of ways between devices, the nearest first."""
 
 
 @dataclass(frozen=True)
-class Graph:
+class NcclGraph:
     """What NCCL's search has found for one kind of algorithm; its logs print it at init."""
 
     channels: int
@@ -39,16 +39,16 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Machine:
+class NcclMachine:
     """All that the model asks about a communicator."""
 
     nodes: int
     per_node: int
     capability: int
     """Of the GPUs, 90 for sm90; the lowest where they differ."""
-    graphs: Mapping[str, Graph] = field(default_factory=dict)
+    graphs: Mapping[str, NcclGraph] = field(default_factory=dict)
     """By ring, tree, nvls, collnet; what is not there is not eligible."""
-    cpu: Cpu = "intel"
+    cpu: CpuVendor = "intel"
     nic_latency_us: float = 0.0
     """As the net plugin tells it: 0 for the built-in InfiniBand, 35 or 75 for EFA."""
     mixed: bool = False
@@ -76,19 +76,21 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedPerformance:
     """Latency and bandwidth of one algorithm and protocol."""
 
     latency_us: float
     bw_GBps: float
 
 
-Expectations = Mapping[tuple[Algo, Proto], Expected]
+NcclExpectations = Mapping[tuple[Algo, Proto], ExpectedPerformance]
 
 
-def expectations(machine: Machine, collective: NcclCollective) -> dict[tuple[Algo, Proto], Expected]:
+def predict_nccl_performance(
+    machine: NcclMachine, collective: NcclCollective
+) -> dict[tuple[Algo, Proto], ExpectedPerformance]:
     """Of all that is eligible. A machine of one rank has none."""
-    found: dict[tuple[Algo, Proto], Expected] = {}
+    found: dict[tuple[Algo, Proto], ExpectedPerformance] = {}
     if machine.ranks < 2:
         return found
     for algo, graph in _eligible(machine, collective).items():
@@ -98,22 +100,22 @@ def expectations(machine: Machine, collective: NcclCollective) -> dict[tuple[Alg
             bandwidth = _bandwidth(machine, collective, algo, proto, graph)
             if bandwidth > 0:
                 latency = _latency(machine, collective, algo, proto, graph)
-                found[algo, proto] = Expected(latency, bandwidth)
+                found[algo, proto] = ExpectedPerformance(latency, bandwidth)
     return found
 
 
-def older_than_the_model(version: tuple[int, int]) -> list[str]:
+def model_version_notes(version: tuple[int, int]) -> list[str]:
     """What is to be said of a version that the constants are not of."""
     if version >= (2, 30):
         return []
     return [f"the constants are those of NCCL 2.30.7; NCCL {version[0]}.{version[1]} has some others"]
 
 
-def time_us(
-    machine: Machine,
+def expected_time_us(
+    machine: NcclMachine,
     collective: NcclCollective,
     choice: tuple[Algo, Proto],
-    expected: Expected,
+    expected: ExpectedPerformance,
     size_bytes: float,
 ) -> float:
     """What NCCL expects for one call of this size."""
@@ -132,7 +134,7 @@ def time_us(
     return latency + size_bytes / (1000 * bandwidth)
 
 
-def _eligible(machine: Machine, collective: NcclCollective) -> dict[Algo, Graph]:
+def _eligible(machine: NcclMachine, collective: NcclCollective) -> dict[Algo, NcclGraph]:
     """What NCCL considers for this collective, with the graph that it goes by."""
     several, graphs = machine.nodes > 1, machine.graphs
     wanted: dict[Algo, str] = {"Ring": "ring"}
@@ -155,7 +157,7 @@ def _eligible(machine: Machine, collective: NcclCollective) -> dict[Algo, Graph]
     return {algo: graphs[name] for algo, name in wanted.items() if name in graphs}
 
 
-def _has_protocol(machine: Machine, algo: Algo, proto: Proto, graph: Graph) -> bool:
+def _has_protocol(machine: NcclMachine, algo: Algo, proto: Proto, graph: NcclGraph) -> bool:
     if algo not in ("Ring", "Tree"):
         return proto == "Simple"
     if proto != "LL128":
@@ -165,29 +167,31 @@ def _has_protocol(machine: Machine, algo: Algo, proto: Proto, graph: Graph) -> b
     return (
         machine.capability >= 70
         and (not machine.mixed or machine.capability >= 90)
-        and _at_most(graph.type_intra, "NVB")
-        and _at_most(graph.type_inter, farthest)
+        and _is_path_within(graph.type_intra, "NVB")
+        and _is_path_within(graph.type_inter, farthest)
     )
 
 
-def _at_most(path: str, farthest: str) -> bool:
-    if path not in PATHS:
-        raise UsageError(f"{path}: is no kind of way between devices; there are {', '.join(PATHS)}")
-    return PATHS.index(path) <= PATHS.index(farthest)
+def _is_path_within(path: str, farthest: str) -> bool:
+    if path not in PATH_TYPES:
+        raise UsageError(f"{path}: is no kind of way between devices; there are {', '.join(PATH_TYPES)}")
+    return PATH_TYPES.index(path) <= PATH_TYPES.index(farthest)
 
 
-def _bandwidth(machine: Machine, collective: NcclCollective, algo: Algo, proto: Proto, graph: Graph) -> float:
+def _bandwidth(
+    machine: NcclMachine, collective: NcclCollective, algo: Algo, proto: Proto, graph: NcclGraph
+) -> float:
     """Algorithm bandwidth in GB/s."""
     gathers = collective in ("allgather", "reducescatter")
-    bus = _bus(machine, collective, algo, proto, graph)
+    bus = _bus_bandwidth(machine, collective, algo, proto, graph)
     if gathers and algo != "Ring":
         return bus
     if algo in ("Ring", "NVLS", "NVLSTree"):
-        return bus * machine.ranks / steps(machine, collective)
+        return bus * machine.ranks / ring_steps(machine, collective)
     return bus / 2
 
 
-def steps(machine: Machine, collective: NcclCollective) -> int:
+def ring_steps(machine: NcclMachine, collective: NcclCollective) -> int:
     """Of a ring."""
     ranks = machine.ranks
     if collective == "allreduce":
@@ -195,7 +199,9 @@ def steps(machine: Machine, collective: NcclCollective) -> int:
     return ranks - 1 if collective in ("allgather", "reducescatter") else ranks
 
 
-def _bus(machine: Machine, collective: NcclCollective, algo: Algo, proto: Proto, graph: Graph) -> float:
+def _bus_bandwidth(
+    machine: NcclMachine, collective: NcclCollective, algo: Algo, proto: Proto, graph: NcclGraph
+) -> float:
     if algo in ("NVLS", "NVLSTree"):
         return graph.channels * _nvls_channel(machine, collective, algo, graph)
     near = machine.nodes <= (1 if algo == "Ring" and machine.version >= (2, 31) else 2)
@@ -216,7 +222,7 @@ def _bus(machine: Machine, collective: NcclCollective, algo: Algo, proto: Proto,
     return bus
 
 
-def _nvls_channel(machine: Machine, collective: NcclCollective, algo: Algo, graph: Graph) -> float:
+def _nvls_channel(machine: NcclMachine, collective: NcclCollective, algo: Algo, graph: NcclGraph) -> float:
     """GB/s; of fewer than two channels nothing comes."""
     channels, arch, reduces = graph.channels, machine.arch, collective == "allreduce"
     if channels < 2:
@@ -229,37 +235,39 @@ def _nvls_channel(machine: Machine, collective: NcclCollective, algo: Algo, grap
     return min(inside, graph.bw_inter * (2 if machine.nodes <= 2 else 1), most)
 
 
-def _ring_bus(machine: Machine, proto: Proto, channels: int, bus: float) -> float:
+def _ring_bus(machine: NcclMachine, proto: Proto, channels: int, bus: float) -> float:
     if proto == "LL":
-        return min(_ll_most(machine), bus * constants.RING_LL)
+        return min(_ll_bandwidth_limit(machine), bus * constants.RING_LL)
     if proto == "LL128":
         most = constants.RING_LL128_A_CHANNEL[machine.arch][machine.column]
         return min(bus * constants.RING_LL128, channels * most)
     return bus
 
 
-def _tree_bus(machine: Machine, proto: Proto, graph: Graph, bus: float) -> float:
+def _tree_bus(machine: NcclMachine, proto: Proto, graph: NcclGraph, bus: float) -> float:
     arch, column, channels = machine.arch, machine.column, graph.channels
     bus = min(bus * constants.TREE, channels * constants.TREE_A_CHANNEL[arch][column])
     if proto == "LL":
-        bus = min(bus * constants.TREE_LL, _ll_most(machine))
+        bus = min(bus * constants.TREE_LL, _ll_bandwidth_limit(machine))
     elif proto == "LL128":
         share = constants.TREE_LL128_ONE_NODE if machine.nodes == 1 else constants.TREE_LL128
         bus = min(bus * share, channels * constants.TREE_LL128_A_CHANNEL[arch][column])
     return bus if graph.balanced else bus * constants.UNBALANCED_TREE
 
 
-def _ll_most(machine: Machine) -> float:
+def _ll_bandwidth_limit(machine: NcclMachine) -> float:
     row: Arch = machine.arch
     if machine.nodes > 1:
         row = "Ampere" if machine.cpu in ("amd", "mixed") else "Volta"
     return constants.LL_MOST[row][machine.column]
 
 
-def _latency(machine: Machine, collective: NcclCollective, algo: Algo, proto: Proto, graph: Graph) -> float:
+def _latency(
+    machine: NcclMachine, collective: NcclCollective, algo: Algo, proto: Proto, graph: NcclGraph
+) -> float:
     """Microseconds."""
     at, nodes, per_node = PROTOS.index(proto), machine.nodes, machine.per_node
-    link: Link = "NVL" if _at_most(graph.type_intra, "NVL") else "PCI"
+    link: Link = "NVL" if _is_path_within(graph.type_intra, "NVL") else "PCI"
     hardware, base = constants.HARDWARE_LATENCY_US, constants.BASE_LATENCY_US[algo][at]
     inside = hardware[link][algo][at]
     # With one rank a node nothing hides a step between nodes.
@@ -282,10 +290,10 @@ def _latency(machine: Machine, collective: NcclCollective, algo: Algo, proto: Pr
 
 
 def _ring_latency(
-    machine: Machine,
+    machine: NcclMachine,
     collective: NcclCollective,
     proto: Proto,
-    graph: Graph,
+    graph: NcclGraph,
     inside: float,
     across: float,
 ) -> float:
@@ -295,12 +303,12 @@ def _ring_latency(
         if graph.same_channels:
             return hop
         if proto == "Simple":
-            link: Link = "NET" if nodes > 1 else "NVL" if _at_most(graph.type_intra, "NVL") else "PCI"
+            link: Link = "NET" if nodes > 1 else "NVL" if _is_path_within(graph.type_intra, "NVL") else "PCI"
             hop = constants.HARDWARE_LATENCY_US[link]["Tree"][at]
-        return steps(machine, collective) * hop
+        return ring_steps(machine, collective) * hop
     overhead = 0.0
     if nodes > 1:
         overhead = constants.NET_OVERHEAD_AMD_US if machine.cpu == "amd" else constants.NET_OVERHEAD_US
         overhead *= constants.NET_OVERHEAD_SIMPLE if proto == "Simple" else 1
     between = 0 if nodes == 1 else (2 if collective == "allreduce" else 1) * (nodes - 1)
-    return (steps(machine, collective) - between) * max(inside, overhead) + between * across
+    return (ring_steps(machine, collective) - between) * max(inside, overhead) + between * across

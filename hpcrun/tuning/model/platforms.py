@@ -11,23 +11,23 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcrun.errors import SpecError, UsageError
-from hpcrun.fabric.collectives import Inside
-from hpcrun.fabric.graph import Fabric, Level
-from hpcrun.specs.validation import problems_of
-from hpcrun.specs.yaml import Document, load_document
-from hpcrun.tuning.model.nccl_model import Cpu, Graph, Machine
+from hpcrun.fabric.collectives import IntraNodeLink
+from hpcrun.fabric.graph import Fabric, FabricLevel
+from hpcrun.specs.validation import problems_of_validation_error
+from hpcrun.specs.yaml import YamlDocument, load_yaml
+from hpcrun.tuning.model.nccl_model import CpuVendor, NcclGraph, NcclMachine
 
-Library = Literal["nccl", "mpi", "gloo"]
+CollectiveLibrary = Literal["nccl", "mpi", "gloo"]
 _TABLE = Path(__file__).with_name("platforms.yaml")
 _GB = 1e9
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class _Section(BaseModel):
+class _PlatformSection(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class GraphSpec(_Section):
+class GraphSpec(_PlatformSection):
     """What NCCL's search finds, as it prints it at init."""
 
     channels: int = Field(ge=1)
@@ -39,7 +39,7 @@ class GraphSpec(_Section):
     same_channels: bool = True
 
 
-class NetworkLevel(_Section):
+class NetworkLevelSpec(_PlatformSection):
     """One level of the network from the node upwards, for the α-β models."""
 
     name: str
@@ -49,24 +49,24 @@ class NetworkLevel(_Section):
     nodes: int | None = Field(default=None, ge=1, description="below one unit; default: all")
 
 
-class SmallSpec(_Section):
+class SmallMessageSpec(_PlatformSection):
     """What small messages find: libraries and networks treat them otherwise than large ones."""
 
     up_to_bytes: int = Field(ge=1)
-    levels: list[NetworkLevel] = Field(min_length=1)
+    levels: list[NetworkLevelSpec] = Field(min_length=1)
 
 
-class InsideSpec(_Section):
+class IntraNodeSpec(_PlatformSection):
     """What a rank's way to the others on its node carries."""
 
     bandwidth_GBps: float = Field(gt=0)
     latency_us: float = Field(default=0.0, ge=0)
 
 
-class ErrorSpec(_Section):
+class ModelErrorSpec(_PlatformSection):
     """How far the model may be off, and who says so."""
 
-    library: Library
+    library: CollectiveLibrary
     share: float = Field(gt=0, description="of the time")
     source: str
     nodes: Literal["one", "several", "any"] = "any"
@@ -75,38 +75,40 @@ class ErrorSpec(_Section):
         default=None, ge=60, description="of the GPUs it is known for; default: any"
     )
 
-    def fits(self, library: Library, nodes: int, size_bytes: float, capability: int | None = None) -> bool:
+    def fits(
+        self, library: CollectiveLibrary, nodes: int, size_bytes: float, capability: int | None = None
+    ) -> bool:
         """Whether it is about this case; GPUs that nobody names may be those."""
         right = self.nodes in ("any", "one" if nodes == 1 else "several")
         same = None in (capability, self.capability) or capability == self.capability
         return self.library == library and right and same and size_bytes >= self.from_bytes
 
 
-class PlatformSpec(_Section):
+class PlatformSpec(_PlatformSection):
     """All that is known of one kind of machine."""
 
     about: str
     source: str = Field(description="where the figures are from")
     gpus_per_node: int | None = Field(default=None, ge=1)
     capability: int | None = Field(default=None, ge=60, description="of the GPUs, 90 for sm90")
-    cpu: Cpu = "other"
+    cpu: CpuVendor = "other"
     nic_latency_us: float = Field(default=0.0, ge=0, description="as the net plugin tells it")
     collnet: bool = False
     one_node: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = {}
     several_nodes: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = {}
-    levels: list[NetworkLevel] = []
-    small_messages: SmallSpec | None = None
-    inside: InsideSpec | None = None
+    levels: list[NetworkLevelSpec] = []
+    small_messages: SmallMessageSpec | None = None
+    inside: IntraNodeSpec | None = None
     reduce_GBps: float | None = Field(default=None, gt=0, description="at which a rank adds up")
-    errors: list[ErrorSpec] = []
+    errors: list[ModelErrorSpec] = []
 
-    def machine(self, nodes: int, per_node: int, version: tuple[int, int]) -> Machine | None:
+    def machine(self, nodes: int, per_node: int, version: tuple[int, int]) -> NcclMachine | None:
         """As NCCL's model wants it; None where the graphs for so many nodes are not known."""
         specs = self.one_node if nodes == 1 else self.several_nodes
         if not specs or self.capability is None:
             return None
-        graphs: dict[str, Graph] = {name: Graph(**dict(spec)) for name, spec in specs.items()}
-        return Machine(
+        graphs: dict[str, NcclGraph] = {name: NcclGraph(**dict(spec)) for name, spec in specs.items()}
+        return NcclMachine(
             nodes,
             per_node,
             self.capability,
@@ -125,7 +127,7 @@ class PlatformSpec(_Section):
         """The same as small messages find it; None where that is no different."""
         return self._fabric(nodes, self.small_messages.levels) if self.small_messages else None
 
-    def _fabric(self, nodes: int, specs: Sequence[NetworkLevel]) -> Fabric | None:
+    def _fabric(self, nodes: int, specs: Sequence[NetworkLevelSpec]) -> Fabric | None:
         if not specs:
             return None
         names = tuple(f"node{number}" for number in range(1, nodes + 1))
@@ -134,61 +136,63 @@ class PlatformSpec(_Section):
             for at in range(nodes)
         )
         levels = tuple(
-            Level(level.name, level.bandwidth_GBps * _GB, level.oversubscription, level.latency_us / 1e6)
+            FabricLevel(
+                level.name, level.bandwidth_GBps * _GB, level.oversubscription, level.latency_us / 1e6
+            )
             for level in specs
         )
         return Fabric(names, levels, units, source=self.about)
 
     @property
-    def within(self) -> Inside | None:
+    def within(self) -> IntraNodeLink | None:
         """Of a rank's way inside its node."""
         if self.inside is None:
             return None
-        return Inside(self.inside.bandwidth_GBps * _GB, self.inside.latency_us / 1e6)
+        return IntraNodeLink(self.inside.bandwidth_GBps * _GB, self.inside.latency_us / 1e6)
 
 
-class _Table(_Section):
+class _PlatformTable(_PlatformSection):
     platforms: dict[str, PlatformSpec]
-    errors: list[ErrorSpec] = []
+    errors: list[ModelErrorSpec] = []
 
 
 @cache
-def _shipped() -> _Table:
-    return _validated(load_document(_TABLE), _Table)
+def _shipped_table() -> _PlatformTable:
+    return _validated(load_yaml(_TABLE), _PlatformTable)
 
 
 def platform_names() -> tuple[str, ...]:
     """Of the shipped table."""
-    return tuple(_shipped().platforms)
+    return tuple(_shipped_table().platforms)
 
 
 def find_platform(name: str) -> PlatformSpec:
     """By name, or from a file; UsageError lists what there is."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        return _validated(load_document(Path(name)), PlatformSpec)
-    if name not in _shipped().platforms:
+        return _validated(load_yaml(Path(name)), PlatformSpec)
+    if name not in _shipped_table().platforms:
         raise UsageError(
             f"--platform {name}: is not known; there are {', '.join(platform_names())}; or a FILE.yaml of"
             " your own, or --log FILE with NCCL's init lines"
         )
-    return _shipped().platforms[name]
+    return _shipped_table().platforms[name]
 
 
-def model_error(
-    platform: PlatformSpec | None, library: Library, nodes: int, size_bytes: float
-) -> ErrorSpec | None:
+def find_model_error(
+    platform: PlatformSpec | None, library: CollectiveLibrary, nodes: int, size_bytes: float
+) -> ModelErrorSpec | None:
     """How far the model may be off here; None: nobody has compared it with measured times."""
     capability = platform.capability if platform else None
-    for errors in (platform.errors if platform else (), _shipped().errors):
+    for errors in (platform.errors if platform else (), _shipped_table().errors):
         fitting = [one for one in errors if one.fits(library, nodes, size_bytes, capability)]
         if fitting:
             return fitting[-1]
     return None
 
 
-def _validated(document: Document, model: type[_Model]) -> _Model:
+def _validated(document: YamlDocument, model: type[_Model]) -> _Model:
     try:
         return model.model_validate(document.values)
     except ValidationError as error:
-        problems = problems_of(error, model)
+        problems = problems_of_validation_error(error, model)
     raise SpecError([replace(one, where=document.where(one.key)) for one in problems])

@@ -15,7 +15,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#
 _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 
-class _Frame:
+class _PlotFrame:
     """Where a size and a time stand in the picture."""
 
     def __init__(self, prediction: Prediction) -> None:
@@ -35,9 +35,9 @@ class _Frame:
         return _HIGH - _BOTTOM - share * (_HIGH - _TOP - _BOTTOM)
 
 
-def plot_svg(prediction: Prediction) -> str:
+def plot_prediction_svg(prediction: Prediction) -> str:
     """Lines for the algorithms, with a dot where one wins; no times where only the order is known."""
-    frame = _Frame(prediction)
+    frame = _PlotFrame(prediction)
     where = f"{prediction.nodes} nodes with {prediction.per_node} ranks each"
     title = f"{prediction.collective}, {prediction.library}, {where}"
     return "\n".join(
@@ -47,15 +47,15 @@ def plot_svg(prediction: Prediction) -> str:
             f'<rect width="{_WIDE}" height="{_HIGH}" fill="white"/>',
             f'<text x="{_LEFT}" y="22" font-size="15">{escape(title)}</text>',
             f'<text x="{_LEFT}" y="40" fill="#555">{escape(prediction.basis[:130])}</text>',
-            *_axes(prediction, frame),
-            *_lines(prediction, frame),
+            *_draw_axes(prediction, frame),
+            *_draw_lines(prediction, frame),
             f'<text x="{_KEY}" y="{_HIGH - 14}" fill="#555">dots: the fastest</text>',
             "</svg>\n",
         ]
     )
 
 
-def _axes(prediction: Prediction, frame: _Frame) -> Iterator[str]:
+def _draw_axes(prediction: Prediction, frame: _PlotFrame) -> Iterator[str]:
     for power in range(frame.low, frame.high + 1):
         at = frame.y(10.0**power)
         yield f'<line x1="{_LEFT}" y1="{at:.1f}" x2="{_WIDE - _RIGHT}" y2="{at:.1f}" stroke="#ddd"/>'
@@ -64,10 +64,11 @@ def _axes(prediction: Prediction, frame: _Frame) -> Iterator[str]:
     rows = prediction.rows
     for row in rows[:: max(1, len(rows) // 8)]:
         at, below = frame.x(row.size_bytes), _HIGH - _BOTTOM + 18
-        yield f'<text x="{at:.1f}" y="{below}" text-anchor="middle">{shown_size(row.size_bytes)}</text>'
+        size = format_binary_size(row.size_bytes)
+        yield f'<text x="{at:.1f}" y="{below}" text-anchor="middle">{size}</text>'
 
 
-def _lines(prediction: Prediction, frame: _Frame) -> Iterator[str]:
+def _draw_lines(prediction: Prediction, frame: _PlotFrame) -> Iterator[str]:
     """The algorithms in the order that they have at the largest size."""
     for number, (name, _) in enumerate(prediction.rows[-1].times):
         colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number // len(_COLOURS) % len(_DASHES)]
@@ -94,7 +95,7 @@ def _time(power: int) -> str:
     return f"{10.0**power:g} µs"
 
 
-def shown_size(size_bytes: int) -> str:
+def format_binary_size(size_bytes: int) -> str:
     """`64K`, `1.5M`."""
     for power, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
         if size_bytes >= 1 << power:

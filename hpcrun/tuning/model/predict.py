@@ -13,19 +13,25 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.collectives import Inside, Pace, paces
+from hpcrun.fabric.collectives import IntraNodeLink, RoundCost, round_costs
 from hpcrun.fabric.graph import Fabric
-from hpcrun.fabric.rounds import NESTED, Algorithm, Collective, rounds
-from hpcrun.tuning.model.nccl_constants import SOURCE, Algo, Proto
-from hpcrun.tuning.model.nccl_model import Expected, Machine, NcclCollective, expectations, time_us
-from hpcrun.tuning.model.platforms import ErrorSpec, Library
+from hpcrun.fabric.rounds import NESTED_ALGORITHMS, Collective, CollectiveAlgorithm, collective_rounds
+from hpcrun.tuning.model.nccl_constants import MODEL_SOURCE, Algo, Proto
+from hpcrun.tuning.model.nccl_model import (
+    ExpectedPerformance,
+    NcclCollective,
+    NcclMachine,
+    expected_time_us,
+    predict_nccl_performance,
+)
+from hpcrun.tuning.model.platforms import CollectiveLibrary, ModelErrorSpec
 
-Kind = Literal["allreduce", "allgather", "reducescatter", "broadcast", "reduce", "alltoall"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
-DOES_NOT_MATTER = 0.15
+PredictedCollective = Literal["allreduce", "allgather", "reducescatter", "broadcast", "reduce", "alltoall"]
+PREDICTED_COLLECTIVES: tuple[PredictedCollective, ...] = get_args(PredictedCollective)
+NEGLIGIBLE_MARGIN = 0.15
 """A margin below this is lost in what else differs between two runs."""
 
-_FABRIC_NAMES: Mapping[Kind, Collective] = {
+_FABRIC_NAMES: Mapping[PredictedCollective, Collective] = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
     "reducescatter": "reduce_scatter",
@@ -33,12 +39,12 @@ _FABRIC_NAMES: Mapping[Kind, Collective] = {
     "reduce": "reduce",
     "alltoall": "all_to_all",
 }
-_TREES: dict[str, Algorithm] = {
+_TREES: dict[str, CollectiveAlgorithm] = {
     "binomial": "tree",
     "pipelined_tree": "pipelined_tree",
     "double_binary_tree": "double_binary_tree",
 }
-_MPI: Mapping[Kind, Mapping[str, Algorithm]] = {
+_MPI: Mapping[PredictedCollective, Mapping[str, CollectiveAlgorithm]] = {
     "allreduce": {
         "recursive_doubling": "recursive_doubling",
         "ring": "ring",
@@ -53,7 +59,7 @@ _MPI: Mapping[Kind, Mapping[str, Algorithm]] = {
     "reduce": _TREES,
     "alltoall": {"pairwise": "pairwise", "bruck": "bruck"},
 }
-_GLOO: Mapping[Kind, Mapping[str, Algorithm]] = {
+_GLOO: Mapping[PredictedCollective, Mapping[str, CollectiveAlgorithm]] = {
     "allreduce": {"ring": "whole_ring", "ring_chunked": "segmented_ring", "halving_doubling": "rabenseifner"},
     "allgather": {"ring": "ring"},
     "reducescatter": {"halving_doubling": "halving_doubling"},
@@ -61,7 +67,7 @@ _GLOO: Mapping[Kind, Mapping[str, Algorithm]] = {
     "reduce": {"binomial": "tree"},
     "alltoall": {"pairwise": "pairwise"},
 }
-_LIKE_NCCL: Mapping[Kind, Mapping[str, Algorithm]] = {
+_LIKE_NCCL: Mapping[PredictedCollective, Mapping[str, CollectiveAlgorithm]] = {
     "allreduce": {"ring": "ring", "double_binary_tree": "double_binary_tree", "two_level": "two_level"},
     "allgather": {"ring": "ring", "bruck": "bruck"},
     "reducescatter": {"ring": "ring", "recursive_halving": "halving_doubling"},
@@ -72,12 +78,12 @@ _LIKE_NCCL: Mapping[Kind, Mapping[str, Algorithm]] = {
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictionRow:
     """One size: the algorithms with their seconds, the fastest first."""
 
     size_bytes: int
     times: tuple[tuple[str, float], ...]
-    error: ErrorSpec | None
+    error: ModelErrorSpec | None
     """How far the model may be off; None: unknown."""
     bus_factor: float
 
@@ -109,7 +115,7 @@ class Row:
     @property
     def verdict(self) -> str:
         """What the margin is worth."""
-        return verdict(self.margin, self.error)
+        return margin_verdict(self.margin, self.error)
 
     def as_json(self, *, timed: bool) -> dict[str, Any]:
         """Plain values; without times where only the order is known."""
@@ -134,13 +140,13 @@ class Row:
 class Prediction:
     """The whole table, and what it rests on."""
 
-    collective: Kind
-    library: Library
+    collective: PredictedCollective
+    library: CollectiveLibrary
     nodes: int
     per_node: int
     basis: str
     """The model, and where its figures are from."""
-    rows: tuple[Row, ...]
+    rows: tuple[PredictionRow, ...]
     notes: tuple[str, ...] = ()
 
     @property
@@ -172,21 +178,21 @@ class Prediction:
         }
 
 
-def verdict(margin: float | None, error: ErrorSpec | None) -> str:
+def margin_verdict(margin: float | None, error: ModelErrorSpec | None) -> str:
     """In words what a margin is worth to a model that may be off by so much."""
     if margin is None:
         return "the only one"
     if error is None:
         return "order only, the model's error here is unknown"
     # Where the error is small, two that are near each other are so in truth.
-    if margin < error.share and margin + error.share > DOES_NOT_MATTER:
+    if margin < error.share and margin + error.share > NEGLIGIBLE_MARGIN:
         return "undecided, sweep it"
-    if margin < DOES_NOT_MATTER:
+    if margin < NEGLIGIBLE_MARGIN:
         return "within 15 %, does not matter"
     return f"by {100 * margin:.0f} %"
 
 
-def bus_factor(collective: Kind, ranks: int) -> float:
+def bus_factor(collective: PredictedCollective, ranks: int) -> float:
     """busbw over algbw, as nccl-tests defines it: what a ring would send over its links for this size."""
     if collective == "allreduce":
         return 2 * (ranks - 1) / ranks
@@ -194,12 +200,12 @@ def bus_factor(collective: Kind, ranks: int) -> float:
 
 
 def predict_nccl(
-    machine: Machine,
-    collective: Kind,
+    machine: NcclMachine,
+    collective: PredictedCollective,
     sizes: Sequence[int],
-    error_of: Callable[[int], ErrorSpec | None],
+    error_of: Callable[[int], ModelErrorSpec | None],
     source: str,
-    table: Mapping[tuple[Algo, Proto], Expected] | None = None,
+    table: Mapping[tuple[Algo, Proto], ExpectedPerformance] | None = None,
     notes: Sequence[str] = (),
 ) -> Prediction:
     """What NCCL will choose; `table` is what its log has printed, in place of the reimplemented model."""
@@ -208,7 +214,7 @@ def predict_nccl(
             f"--collective {collective}: NCCL has no algorithms to choose from there; use"
             f" {', '.join(get_args(NcclCollective))}"
         )
-    known = expectations(machine, collective) if table is None else dict(table)
+    known = predict_nccl_performance(machine, collective) if table is None else dict(table)
     if not known:
         raise UsageError(
             f"--collective {collective}: nothing is known of it on {machine.nodes} nodes with"
@@ -217,39 +223,41 @@ def predict_nccl(
     rows = []
     for size in sizes:
         times = {
-            f"{algo}/{proto}": time_us(machine, collective, (algo, proto), one, size) / 1e6
+            f"{algo}/{proto}": expected_time_us(machine, collective, (algo, proto), one, size) / 1e6
             for (algo, proto), one in known.items()
         }
         rows.append(_row(size, times, error_of(size), bus_factor(collective, machine.ranks)))
-    model = "the table that NCCL has printed" if table is not None else f"NCCL's cost model ({SOURCE})"
+    model = "the table that NCCL has printed" if table is not None else f"NCCL's cost model ({MODEL_SOURCE})"
     basis = f"{model}; {source}"
     return Prediction(collective, "nccl", machine.nodes, machine.per_node, basis, tuple(rows), tuple(notes))
 
 
 @dataclass(frozen=True)
-class Ground:
+class AlphaBetaInput:
     """Where the ranks of an α-β prediction stand, and what carries their bytes."""
 
     fabric: Fabric
     ranks: tuple[str, ...]
     """The node of every rank."""
-    inside: Inside | None = None
+    inside: IntraNodeLink | None = None
     reduce_s_per_byte: float = 0.0
     small: Fabric | None = None
     """What messages up to `small_bytes` find there, where that differs."""
     small_bytes: int = 0
 
-    def clock(self, collective: Collective, algorithm: Algorithm, inner: int = 1) -> Callable[[float], float]:
+    def clock(
+        self, collective: Collective, algorithm: CollectiveAlgorithm, inner: int = 1
+    ) -> Callable[[float], float]:
         """Seconds by size; all levels must be known. Every round goes by the size of its messages."""
 
-        def of(fabric: Fabric) -> tuple[Pace, ...]:
-            found = paces(fabric, [self.ranks], collective, algorithm, inner=inner, inside=self.inside)
+        def of(fabric: Fabric) -> tuple[RoundCost, ...]:
+            found = round_costs(fabric, [self.ranks], collective, algorithm, inner=inner, inside=self.inside)
             assert found is not None
             return found
 
         large = of(self.fabric)
         small = of(self.small) if self.small else large
-        shares = [one.share for one in rounds(collective, algorithm, len(self.ranks), inner)]
+        shares = [one.share for one in collective_rounds(collective, algorithm, len(self.ranks), inner)]
 
         def seconds(size_bytes: float) -> float:
             return sum(
@@ -282,21 +290,21 @@ class Ground:
 
 
 def predict_alpha_beta(
-    ground: Ground,
-    library: Library,
-    collective: Kind,
+    ground: AlphaBetaInput,
+    library: CollectiveLibrary,
+    collective: PredictedCollective,
     sizes: Sequence[int],
-    error_of: Callable[[int], ErrorSpec | None],
+    error_of: Callable[[int], ModelErrorSpec | None],
     source: str,
     notes: Sequence[str] = (),
 ) -> Prediction:
     """α-β times of the algorithms that a library has for this collective."""
-    _require_known(ground.fabric)
+    _require_known_levels(ground.fabric)
     known, said = {}, list(notes)
     menu = {"mpi": _MPI, "gloo": _GLOO, "nccl": _LIKE_NCCL}[library]
     inner = ground.inner
     for name, algorithm in menu[collective].items():
-        if algorithm in NESTED and inner is None:
+        if algorithm in NESTED_ALGORITHMS and inner is None:
             continue
         if algorithm == "recursive_doubling" and collective == "allgather" and not _power_of_two(ground):
             continue
@@ -318,11 +326,11 @@ def predict_alpha_beta(
     return Prediction(collective, library, nodes, ground.per_node, basis, tuple(rows), tuple(said))
 
 
-def _power_of_two(ground: Ground) -> bool:
+def _power_of_two(ground: AlphaBetaInput) -> bool:
     return len(ground.ranks).bit_count() == 1
 
 
-def _require_known(fabric: Fabric) -> None:
+def _require_known_levels(fabric: Fabric) -> None:
     if not fabric.levels:
         raise UsageError(
             "no network is known here: --platform with `levels`, or a cluster profile with topology.levels"
@@ -344,22 +352,22 @@ def _require_known(fabric: Fabric) -> None:
             )
 
 
-def _row(size: int, times: Mapping[str, float], error: ErrorSpec | None, factor: float) -> Row:
+def _row(size: int, times: Mapping[str, float], error: ModelErrorSpec | None, factor: float) -> PredictionRow:
     ordered = sorted(times.items(), key=lambda one: one[1])
-    return Row(size, tuple(ordered), error, factor)
+    return PredictionRow(size, tuple(ordered), error, factor)
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_SIZES = 200
 
 
-def parse_sizes(text: str) -> list[int]:
+def parse_message_sizes(text: str) -> list[int]:
     """`1K..1G` (powers of two between), `64K,3M`, `4096`; units are powers of 1024, as in nccl-tests."""
     found: list[int] = []
     for part in text.split(","):
         first, dots, last = part.partition("..")
-        low = _size(first, text)
-        high = _size(last, text) if dots else low
+        low = _parse_message_size(first, text)
+        high = _parse_message_size(last, text) if dots else low
         if high < low:
             raise UsageError(f"--sizes {text}: {part} goes down; write the smaller size first")
         found += [low << more for more in range(int(math.log2(high / low)) + 1)]
@@ -368,7 +376,7 @@ def parse_sizes(text: str) -> list[int]:
     return sorted({*found})
 
 
-def _size(word: str, text: str) -> int:
+def _parse_message_size(word: str, text: str) -> int:
     word = word.strip().upper().removesuffix("IB").removesuffix("B")
     number, unit = (word[:-1], word[-1]) if word and not word[-1].isdigit() else (word, "")
     if not number.isascii() or not number.isdigit() or unit not in _UNITS or not 0 < int(number) < 1 << 50:

@@ -13,12 +13,12 @@ from pydantic import ValidationError
 
 from hpcrun.errors import UsageError
 from hpcrun.files import check_output, read_regular
-from hpcrun.specs.records import write_whole
-from hpcrun.specs.validation import problems_of
-from hpcrun.tuning.policy.nccl_tests import Call, Timings
-from hpcrun.tuning.policy.policy import FEWEST_PAIRS, MeasuredSpec, RowSpec, parse_policy
-from hpcrun.tuning.registry.registry import parse_version, show_version
-from hpcrun.tuning.registry.values import number
+from hpcrun.specs.records import write_atomically
+from hpcrun.specs.validation import problems_of_validation_error
+from hpcrun.tuning.policy.nccl_tests import NcclTestTimings, TimedCall
+from hpcrun.tuning.policy.policy import FEWEST_PAIRS, MeasurementSpec, PolicyRowSpec, parse_policy
+from hpcrun.tuning.registry.registry import format_version, parse_version
+from hpcrun.tuning.registry.values import parse_c_integer
 
 _Value = TypeVar("_Value")
 _NO_ROWS = re.compile(r"^rows:[^\n]*\n?", re.MULTILINE)
@@ -26,15 +26,15 @@ _ITEM = re.compile(r"^( *)- ", re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Run:
+class BenchmarkRun:
     """One output, with the name of its file."""
 
     name: str
-    found: Timings
+    found: NcclTestTimings
 
 
 @dataclass(frozen=True)
-class Stated:
+class StatedConditions:
     """What is said beside the outputs; None and empty: they tell it themselves."""
 
     settings: Mapping[str, str]
@@ -46,7 +46,9 @@ class Stated:
     collective: str | None = None
 
 
-def make_row(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> RowSpec:
+def make_policy_row(
+    ours: Sequence[BenchmarkRun], theirs: Sequence[BenchmarkRun], stated: StatedConditions
+) -> PolicyRowSpec:
     """The row of outputs with settings (ours) and without (theirs); UsageError for what cannot be paired."""
     if len(ours) != len(theirs) or not ours:
         raise UsageError(
@@ -55,20 +57,20 @@ def make_row(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> RowS
         )
     runs = [*ours, *theirs]
     for run in runs:
-        _must_be_sound(run)
-    _must_be_as_said(ours, theirs, stated.settings)
-    _must_be_different(runs)
-    releases = {run.name: run.found.nccl and show_version(run.found.nccl) for run in runs}
-    nccl = _agreed(
-        "NCCL", "--nccl X", releases, stated.nccl and show_version(parse_version(stated.nccl, "--nccl"))
+        _require_sound(run)
+    _require_stated_settings(ours, theirs, stated.settings)
+    _require_different(runs)
+    releases = {run.name: run.found.nccl and format_version(run.found.nccl) for run in runs}
+    nccl = _agreed_value(
+        "NCCL", "--nccl X", releases, stated.nccl and format_version(parse_version(stated.nccl, "--nccl"))
     )
-    per_node = _agreed(
+    per_node = _agreed_value(
         "ranks a node",
         "--ranks-per-node R",
         {run.name: run.found.ranks_per_node for run in runs},
         stated.ranks_per_node,
     )
-    measured = list(_measured(ours, theirs, stated))
+    measured = list(_measurements(ours, theirs, stated))
     nodes = [one.nodes for one in measured if one.nodes]
     content = {
         "set": dict(stated.settings),
@@ -80,13 +82,13 @@ def make_row(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> RowS
         "by": stated.by,
     }
     try:
-        return RowSpec.model_validate(content)
+        return PolicyRowSpec.model_validate(content)
     except ValidationError as error:
-        problem = problems_of(error, RowSpec)[0]
+        problem = problems_of_validation_error(error, PolicyRowSpec)[0]
     raise UsageError(f"{problem.key}: {problem.text}")
 
 
-def _must_be_sound(run: Run) -> None:
+def _require_sound(run: BenchmarkRun) -> None:
     found = run.found
     if not found.times_us:
         raise UsageError(
@@ -101,7 +103,9 @@ def _must_be_sound(run: Run) -> None:
         raise UsageError(f"{run.name}: {found.mixed}")
 
 
-def _must_be_as_said(ours: Sequence[Run], theirs: Sequence[Run], settings: Mapping[str, str]) -> None:
+def _require_stated_settings(
+    ours: Sequence[BenchmarkRun], theirs: Sequence[BenchmarkRun], settings: Mapping[str, str]
+) -> None:
     """Where NCCL's own lines stand in an output, they tell what was set."""
     for name, value in settings.items():
         for run in ours:
@@ -116,7 +120,7 @@ def _must_be_as_said(ours: Sequence[Run], theirs: Sequence[Run], settings: Mappi
                 raise UsageError(f"{run.name}: ran with {name}={told}; give its outputs to --with")
 
 
-def _must_be_different(runs: Sequence[Run]) -> None:
+def _require_different(runs: Sequence[BenchmarkRun]) -> None:
     """No run counts twice: to the last digit no two are alike."""
     seen: dict[tuple[object, ...], str] = {}
     for run in runs:
@@ -128,10 +132,12 @@ def _must_be_different(runs: Sequence[Run]) -> None:
 
 
 def _same(told: str, value: str) -> bool:
-    return told == value or (number(told) is not None and number(told) == number(value))
+    return told == value or (
+        parse_c_integer(told) is not None and parse_c_integer(told) == parse_c_integer(value)
+    )
 
 
-def _agreed(what: str, option: str, told: Mapping[str, _Value | None], said: _Value | None) -> _Value:
+def _agreed_value(what: str, option: str, told: Mapping[str, _Value | None], said: _Value | None) -> _Value:
     """The one value that all outputs tell, or that is said for those that do not."""
     values: dict[_Value, str] = {} if said is None else {said: option}
     for name, value in told.items():
@@ -145,12 +151,14 @@ def _agreed(what: str, option: str, told: Mapping[str, _Value | None], said: _Va
     return next(iter(values))
 
 
-def _measured(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> Iterator[MeasuredSpec]:
-    times: dict[tuple[int, Call], tuple[list[float], list[float]]] = {}
-    unchecked: set[tuple[int, Call]] = set()
+def _measurements(
+    ours: Sequence[BenchmarkRun], theirs: Sequence[BenchmarkRun], stated: StatedConditions
+) -> Iterator[MeasurementSpec]:
+    times: dict[tuple[int, TimedCall], tuple[list[float], list[float]]] = {}
+    unchecked: set[tuple[int, TimedCall]] = set()
     for mine, other in zip(ours, theirs, strict=True):
         told = {run.name: len(run.found.nodes) or None for run in (mine, other)}
-        nodes = _agreed("nodes", "--nodes N", told, stated.nodes)
+        nodes = _agreed_value("nodes", "--nodes N", told, stated.nodes)
         lacking = set(mine.found.times_us) ^ set(other.found.times_us)
         if lacking:
             call = min(lacking)
@@ -160,7 +168,7 @@ def _measured(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> Ite
             )
             raise UsageError(f"{text}; run both with the same sizes")
         for call in mine.found.times_us:
-            key = nodes, _named(call, mine, stated)
+            key = nodes, _find_call(call, mine, stated)
             pair = times.setdefault(key, ([], []))
             if not {call} <= mine.found.checked & other.found.checked:
                 unchecked.add(key)
@@ -170,7 +178,7 @@ def _measured(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> Ite
         if len(with_us) < FEWEST_PAIRS:
             text = f"{len(with_us)} pairs of {call.collective}, {call.size_bytes} bytes, on {nodes} nodes"
             raise UsageError(f"{text}: it takes {FEWEST_PAIRS}; run more, in turns")
-        yield MeasuredSpec(
+        yield MeasurementSpec(
             collective=call.collective,
             size_bytes=call.size_bytes,
             in_place=call.in_place,
@@ -181,11 +189,11 @@ def _measured(ours: Sequence[Run], theirs: Sequence[Run], stated: Stated) -> Ite
         )
 
 
-def _named(call: Call, run: Run, stated: Stated) -> Call:
+def _find_call(call: TimedCall, run: BenchmarkRun, stated: StatedConditions) -> TimedCall:
     name = call.collective or stated.collective
     if not name:
         raise UsageError(f"{run.name}: does not tell its collective; say it with --collective all_reduce")
-    if stated.collective and _plain(name) != _plain(stated.collective):
+    if stated.collective and _plain_collective(name) != _plain_collective(stated.collective):
         raise UsageError(
             f"{run.name}: ran {name}, and --collective says {stated.collective}; leave --collective out, or"
             " give outputs of that one"
@@ -193,12 +201,12 @@ def _named(call: Call, run: Run, stated: Stated) -> Call:
     return call._replace(collective=name)
 
 
-def _plain(collective: str) -> str:
+def _plain_collective(collective: str) -> str:
     """all_reduce, all-reduce and AllReduce are one."""
     return re.sub(r"[_-]|perf|mpi", "", collective.lower())
 
 
-def render_row(row: RowSpec, indent: str = "") -> str:
+def render_policy_row(row: PolicyRowSpec, indent: str = "") -> str:
     """A row as an item of a policy's YAML."""
     lines = [
         f"- set: {json.dumps(row.values)}",
@@ -220,14 +228,14 @@ def render_row(row: RowSpec, indent: str = "") -> str:
     return "".join(f"{indent}{line}\n" for line in lines)
 
 
-def with_row(text: str, row: RowSpec, name: str) -> str:
+def insert_policy_row(text: str, row: PolicyRowSpec, name: str) -> str:
     """A policy's text with one more row and all else as it was; UsageError where that cannot be done."""
     has_values = any(line.strip() and not line.lstrip().startswith("#") for line in text.splitlines())
     before = parse_policy(text, name) if has_values else ()
     first = _ITEM.search(text)
     kept = text if before else _NO_ROWS.sub("", text)
     start = (kept.rstrip("\n") + "\n").lstrip("\n") + ("" if before else "rows:\n")
-    more = start + render_row(row, first[1] if before and first else "  ")
+    more = start + render_policy_row(row, first[1] if before and first else "  ")
     if parse_policy(more, name) != (*before, row):
         raise UsageError(
             f"{name}: its rows do not stand at its end, one after the other; add this one by hand"
@@ -235,13 +243,13 @@ def with_row(text: str, row: RowSpec, name: str) -> str:
     return more
 
 
-def append_row(path: Path, row: RowSpec) -> tuple[RowSpec, ...]:
+def append_policy_row(path: Path, row: PolicyRowSpec) -> tuple[PolicyRowSpec, ...]:
     """Put a row behind those of a file, which is made where there is none; gives all of them."""
     try:
         check_output(path)
         before = read_regular(path, follow=True).decode() if path.exists() else ""
-        after = with_row(before, row, str(path))
-        write_whole(path, after, 0o644)
+        after = insert_policy_row(before, row, str(path))
+        write_atomically(path, after, 0o644)
     except UnicodeDecodeError:
         raise UsageError(f"{path}: is no text") from None
     except OSError as error:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hpcrun.tuning.log.line import bare
-from hpcrun.tuning.log.nccl_log import variable_in, version_in
+from hpcrun.tuning.log.line import strip_log_prefix
+from hpcrun.tuning.log.nccl_log import parse_variable_line, parse_version_line
 from hpcrun.tuning.registry.registry import Version, parse_version
 
 _TITLE = re.compile(r"#\s*Collective test starting: (?P<program>\w+)")
@@ -24,14 +24,14 @@ _RANK = re.compile(
     r"(?:\s+\[\S*\]\s+(?P<gpu>.+?)\s*$)?"
 )
 _OUTSIDE = re.compile(r"#\s*Out of bounds values\s*:\s*(?P<count>\d+)")
-_SAID = re.compile(r"#\s*nThread\b.*\bvalidation:\s*(?P<count>\d+)")
+_HEADER_VALUES = re.compile(r"#\s*nThread\b.*\bvalidation:\s*(?P<count>\d+)")
 """0: no result is looked at, whatever a column says."""
 _ROW = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w+\s")
 _TIMES = ("time", "cputime")
 _WRONG = ("#wrong", "error")
 
 
-class Call(NamedTuple):
+class TimedCall(NamedTuple):
     """One kind of call that is timed."""
 
     collective: str
@@ -41,17 +41,17 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timings:
+class NcclTestTimings:
     """One run's output; what it does not say is None or empty."""
 
-    times_us: Mapping[Call, tuple[float, ...]] = field(default_factory=dict)
+    times_us: Mapping[TimedCall, tuple[float, ...]] = field(default_factory=dict)
     """Of every call, a time for each cycle (-N)."""
-    busbw_GBps: Mapping[Call, tuple[float, ...]] = field(default_factory=dict)
-    wrong: tuple[Call, ...] = ()
+    busbw_GBps: Mapping[TimedCall, tuple[float, ...]] = field(default_factory=dict)
+    wrong: tuple[TimedCall, ...] = ()
     """Calls that gave wrong values."""
     is_wrong: bool = False
     """Whether anything is: an old footer does not say which."""
-    checked: frozenset[Call] = frozenset()
+    checked: frozenset[TimedCall] = frozenset()
     """Calls of which every row was compared with right results; none where that was off (-c 0)."""
     mixed: str = ""
     """Why rows of one size cannot be told apart; empty: they can."""
@@ -77,38 +77,38 @@ class Timings:
             return None
         return self.ranks // len(self.nodes)
 
-    def median_us(self, call: Call) -> float:
+    def median_us(self, call: TimedCall) -> float:
         """One figure for a call: cycles of one run are no repetitions of their own."""
         return statistics.median(self.times_us[call])
 
 
-def parse_nccl_tests(text: str) -> Timings:
+def parse_nccl_tests(text: str) -> NcclTestTimings:
     """Everything that is recognised; a text without a row of nccl-tests gives an empty run."""
-    reader = _Reader()
+    reader = _NcclTestsReader()
     for line in text.splitlines():
-        reader.read(bare(line))
+        reader.read(strip_log_prefix(line))
     return reader.result()
 
 
-def version_of_code(code: int) -> Version:
+def version_from_code(code: int) -> Version:
     """NCCL's own number of a release: 22809 is 2.28.9, and before 2.9 it had a digit less, 2804."""
     base = 1000 if code < 10_000 else 10_000
     return code // base, code % base // 100, code % 100
 
 
-class _Reader:
+class _NcclTestsReader:
     """Line by line."""
 
     def __init__(self) -> None:
         self._collective = ""
         self._columns: list[str] = []
-        self._times: dict[Call, list[float]] = {}
-        self._busbw: dict[Call, list[float]] = {}
-        self._wrong: dict[Call, None] = {}
+        self._times: dict[TimedCall, list[float]] = {}
+        self._busbw: dict[TimedCall, list[float]] = {}
+        self._wrong: dict[TimedCall, None] = {}
         self._kinds: dict[tuple[str, int], set[tuple[str, ...]]] = {}
         self._looked_at: Counter[tuple[bool, bool]] = Counter()
-        self._passed_over: set[Call] = set()
-        self._by_footer: set[Call] = set()
+        self._passed_over: set[TimedCall] = set()
+        self._by_footer: set[TimedCall] = set()
         self._validates = True
         self._outside: int | None = None
         self._nccl: Version | None = None
@@ -119,10 +119,10 @@ class _Reader:
 
     def read(self, line: str) -> None:
         """One line, whoever printed it."""
-        if (told := version_in(line)) and told[0] == "NCCL":
+        if (told := parse_version_line(line)) and told[0] == "NCCL":
             self._nccl = parse_version(told[1], "nccl-tests")
         elif match := _LIBRARY.search(line):
-            self._nccl = self._nccl or version_of_code(int(match["code"]))
+            self._nccl = self._nccl or version_from_code(int(match["code"]))
         elif match := _TITLE.match(line):
             self._collective = re.sub(r"_perf(_mpi)?$", "", match["program"])
         elif match := _RANK.match(line):
@@ -131,9 +131,9 @@ class _Reader:
         elif match := _OUTSIDE.match(line):
             self._outside = (self._outside or 0) + int(match["count"])
             self._by_footer.clear()
-        elif match := _SAID.match(line):
+        elif match := _HEADER_VALUES.match(line):
             self._validates = int(match["count"]) > 0
-        elif told := variable_in(line):
+        elif told := parse_variable_line(line):
             self._env[told[0]] = told[1]
         elif line.startswith("#"):
             words = line.removeprefix("#").split()
@@ -152,11 +152,11 @@ class _Reader:
         for in_place, start in enumerate(starts[:2]):
             end = starts[in_place + 1] if in_place + 1 < len(starts) else len(self._columns)
             half = dict(zip(self._columns[start:end], words[start:end], strict=True))
-            if size and not self._half(Call(self._collective, size, bool(in_place)), half):
+            if size and not self._half(TimedCall(self._collective, size, bool(in_place)), half):
                 return False
         return True
 
-    def _half(self, call: Call, half: Mapping[str, str]) -> bool:
+    def _half(self, call: TimedCall, half: Mapping[str, str]) -> bool:
         time_us = _number(next((half[name] for name in _TIMES if name in half), ""))
         busbw = _number(half.get("busbw", ""))
         if time_us is None:
@@ -177,13 +177,13 @@ class _Reader:
         self._busbw.setdefault(call, []).append(busbw or 0.0)
         return True
 
-    def result(self) -> Timings:
+    def result(self) -> NcclTestTimings:
         """What was read."""
         looked, calls = self._looked_at, list(self._times)
         if looked[False, True] and not looked[True, True]:
             # What is checked out of place alone, as alltoall, is not done in place: those times mean nothing.
             calls = [call for call in calls if not call.in_place]
-        return Timings(
+        return NcclTestTimings(
             {call: tuple(self._times[call]) for call in calls},
             {call: tuple(self._busbw[call]) for call in calls},
             tuple(call for call in self._wrong if call in calls),

@@ -16,33 +16,33 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hpcrun.errors import SpecError
 from hpcrun.formulas import median_interval, min_samples_for_median
-from hpcrun.specs.fields import Line, Name, Word
-from hpcrun.specs.settings import Setting
-from hpcrun.specs.validation import problems_of
-from hpcrun.specs.yaml import Document, load_document, parse_document
-from hpcrun.tuning.lint.conflicts import conflicts
-from hpcrun.tuning.lint.environment import Setting as Assigned
-from hpcrun.tuning.lint.lint import check_setting
-from hpcrun.tuning.registry.nccl_grammar import NEVER_FORCED, forces_ll128
-from hpcrun.tuning.registry.registry import Version, parse_version, show_version
+from hpcrun.specs.fields import SingleLineText, SystemName, VariableName
+from hpcrun.specs.settings import CommSetting
+from hpcrun.specs.validation import problems_of_validation_error
+from hpcrun.specs.yaml import YamlDocument, load_yaml, parse_yaml
+from hpcrun.tuning.lint.conflicts import find_conflicts
+from hpcrun.tuning.lint.environment import VariableAssignment as Assigned
+from hpcrun.tuning.lint.lint import check_assignment
+from hpcrun.tuning.registry.nccl_grammar import FORCED_LL128_DANGER, forces_ll128
+from hpcrun.tuning.registry.registry import Version, format_version, parse_version
 
 FEWEST_PAIRS = min_samples_for_median()
 """With fewer there is no 95 % interval."""
 GAIN, LOSS = 1.05, 0.97
 """A setting has to be this much faster at some size, and at none slower than this."""
-Says = Literal["faster", "slower", "no difference", "too few pairs"]
+GainVerdict = Literal["faster", "slower", "no difference", "too few pairs"]
 
 
-class _Section(BaseModel):
+class _PolicySection(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
     )
 
 
-class MeasuredSpec(_Section):
+class MeasurementSpec(_PolicySection):
     """Times of one kind of call, by pairs of runs."""
 
-    collective: Word = Field(description="such as all_reduce")
+    collective: SystemName = Field(description="such as all_reduce")
     size_bytes: int = Field(ge=1)
     in_place: bool = Field(default=False)
     nodes: int | None = Field(default=None, ge=1, description="default: the row's, where that is one number")
@@ -63,21 +63,25 @@ class MeasuredSpec(_Section):
 
     def __str__(self) -> str:
         where = f" on {self.nodes} node{'' if self.nodes == 1 else 's'}" if self.nodes else ""
-        return f"{self.collective} of {show_size(self.size_bytes)}{' in place' * self.in_place}{where}"
+        return (
+            f"{self.collective} of {format_exact_size(self.size_bytes)}{' in place' * self.in_place}{where}"
+        )
 
 
-class RowSpec(_Section):
+class PolicyRowSpec(_PolicySection):
     """Settings that were measured together, and where."""
 
-    values: dict[Name, Line] = Field(alias="set", min_length=1, description="variables, by name")
+    values: dict[VariableName, SingleLineText] = Field(
+        alias="set", min_length=1, description="variables, by name"
+    )
     nccl: str = Field(
         pattern=r"^\d{1,3}(\.\d{1,3}){1,3}$", description="the release that ran, such as 2.27.5"
     )
     nodes: list[int] = Field(min_length=2, max_length=2, description="[least, most] that were measured")
     ranks_per_node: int = Field(ge=1)
-    measured: list[MeasuredSpec] = Field(min_length=1)
-    when: Line = Field(description="the day, such as 2026-11-30")
-    by: Line = Field(description="who has measured it")
+    measured: list[MeasurementSpec] = Field(min_length=1)
+    when: SingleLineText = Field(description="the day, such as 2026-11-30")
+    by: SingleLineText = Field(description="who has measured it")
 
     @model_validator(mode="after")
     def _ends_are_measured(self) -> Self:
@@ -107,14 +111,14 @@ class RowSpec(_Section):
         return min(abs((one.nodes or self.nodes[0]) - nodes) for one in self.measured)
 
 
-class _PolicySpec(_Section):
-    rows: list[RowSpec] = []
+class _PolicySpec(_PolicySection):
+    rows: list[PolicyRowSpec] = []
 
 
-class Gain(NamedTuple):
+class MeasuredGain(NamedTuple):
     """What the pairs of one kind of call say: how many times as fast it is with the settings."""
 
-    call: MeasuredSpec
+    call: MeasurementSpec
     pairs: int
     median: float
     low: float
@@ -122,7 +126,7 @@ class Gain(NamedTuple):
     """The ends of the median's 95 % interval."""
 
     @property
-    def says(self) -> Says:
+    def says(self) -> GainVerdict:
         """In a word."""
         if self.pairs < FEWEST_PAIRS:
             return "too few pairs"
@@ -142,7 +146,7 @@ class Gain(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Demand:
+class PolicyRequest:
     """A job, as far as a policy asks."""
 
     nccl: Version | None
@@ -152,27 +156,27 @@ class Demand:
     """What is set already, by others."""
 
 
-def load_policy(path: Path) -> tuple[RowSpec, ...]:
+def load_policy(path: Path) -> tuple[PolicyRowSpec, ...]:
     """Read a policy; SpecError lists every mistake with file, line and key."""
-    return _rows(load_document(path))
+    return _parse_rows(load_yaml(path))
 
 
-def parse_policy(text: str, name: str) -> tuple[RowSpec, ...]:
+def parse_policy(text: str, name: str) -> tuple[PolicyRowSpec, ...]:
     """The same for text that is already in memory."""
-    return _rows(parse_document(text, name))
+    return _parse_rows(parse_yaml(text, name))
 
 
-def _rows(document: Document) -> tuple[RowSpec, ...]:
+def _parse_rows(document: YamlDocument) -> tuple[PolicyRowSpec, ...]:
     # A key with nothing after it stands for its default.
     given = {key: value for key, value in document.values.items() if value is not None}
     try:
         return tuple(_PolicySpec.model_validate(given).rows)
     except ValidationError as error:
-        problems = problems_of(error, _PolicySpec)
+        problems = problems_of_validation_error(error, _PolicySpec)
     raise SpecError([replace(one, where=document.where(one.key)) for one in problems])
 
 
-def show_size(size_bytes: int) -> str:
+def format_exact_size(size_bytes: int) -> str:
     """Bytes as people write them, exactly: 256 MiB, 1000 B."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size_bytes >= unit and size_bytes % unit == 0:
@@ -180,21 +184,21 @@ def show_size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def gains(row: RowSpec) -> tuple[Gain, ...]:
+def measured_gains(row: PolicyRowSpec) -> tuple[MeasuredGain, ...]:
     """Of every call in a row, from the ratios of its pairs."""
     found = []
     for call in row.measured:
         ratios = [theirs / ours for ours, theirs in zip(call.with_us, call.without_us, strict=True)]
-        found.append(Gain(call, len(ratios), statistics.median(ratios), *median_interval(ratios)))
+        found.append(MeasuredGain(call, len(ratios), statistics.median(ratios), *median_interval(ratios)))
     return tuple(found)
 
 
-def lacks(row: RowSpec) -> str:
+def why_inconclusive(row: PolicyRowSpec) -> str:
     """Why a row's times support nothing, for whichever job; empty: they do."""
     unchecked = next((call for call in row.measured if not call.checked), None)
     if unchecked:
         return f"nobody checked the results of {unchecked}; run nccl-tests with -c 1"
-    found = gains(row)
+    found = measured_gains(row)
     few = [one for one in found if one.says == "too few pairs"]
     if few:
         return f"{few[0].pairs} pairs of {few[0].call}; it takes {FEWEST_PAIRS}"
@@ -207,23 +211,23 @@ def lacks(row: RowSpec) -> str:
     return ""
 
 
-def faults(row: RowSpec, nccl: Version | None) -> str:
+def lint_objections(row: PolicyRowSpec, nccl: Version | None) -> str:
     """What lint has against a row's settings; empty: nothing."""
     settings = {name: Assigned(name, value, "measured", "policy") for name, value in row.values.items()}
-    found = [(name, fault) for name, one in settings.items() for fault in check_setting(one, nccl)]
-    found += conflicts(settings, nccl)
+    found = [(name, fault) for name, one in settings.items() for fault in check_assignment(one, nccl)]
+    found += find_conflicts(settings, nccl)
     if corrupting := [name for name, value in row.values.items() if forces_ll128(name, value, nccl)]:
-        return f"{corrupting[0]}: {NEVER_FORCED}"
+        return f"{corrupting[0]}: {FORCED_LL128_DANGER}"
     return "; ".join(f"{name}: {fault.text}" for name, fault in found if fault.level == "error")
 
 
-def misfit(row: RowSpec, demand: Demand) -> str:
+def why_not_applicable(row: PolicyRowSpec, demand: PolicyRequest) -> str:
     """Why a row says nothing about a job; empty: it does."""
-    release, (least, most) = show_version(row.release), row.nodes
+    release, (least, most) = format_version(row.release), row.nodes
     if demand.nccl is None:
         return f"which NCCL the job loads is not known, and it was measured with {release}"
     if demand.nccl[:2] != row.release:
-        return f"it was measured with NCCL {release}, this is {show_version(demand.nccl)}"
+        return f"it was measured with NCCL {release}, this is {format_version(demand.nccl)}"
     if not least <= demand.nodes <= most:
         told = str(least) if least == most else f"{least} to {most}"
         return f"it was measured on {told} nodes, the job has {demand.nodes}"
@@ -236,31 +240,31 @@ def misfit(row: RowSpec, demand: Demand) -> str:
     return ""
 
 
-def choose(
-    rows: Sequence[RowSpec], demand: Demand, source: str
-) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
+def choose_measured_settings(
+    rows: Sequence[PolicyRowSpec], demand: PolicyRequest, source: str
+) -> tuple[tuple[CommSetting, ...], tuple[str, ...]]:
     """What a policy supports for a job, with its figures; and the notes on what it does not."""
     notes: list[str] = []
     fitting, kept = [], []
     for number, row in enumerate(rows, 1):
-        why = misfit(row, demand)
+        why = why_not_applicable(row, demand)
         if not why:
             fitting.append(row)
-            why = lacks(row) or faults(row, demand.nccl)
+            why = why_inconclusive(row) or lint_objections(row, demand.nccl)
         if why:
             notes.append(f"{row.assignments} is not set ({source}, row {number}): {why}")
         else:
             kept.append((number, row))
     kept.sort(key=lambda one: one[1].distance(demand.nodes))
-    banned = dict(_contradictions([row for _, row in kept], fitting, demand.nodes))
+    banned = dict(_find_contradictions([row for _, row in kept], fitting, demand.nodes))
     notes += banned.values()
-    chosen: dict[str, Setting] = {}
+    chosen: dict[str, CommSetting] = {}
     for number, row in kept:
         if banned.keys() & row.values.keys():
             continue
         set_already = [name for name in row.values if name in chosen]
         if not set_already:
-            chosen |= {one.name: one for one in _settings(row, f"{source}, row {number}")}
+            chosen |= {one.name: one for one in _row_settings(row, f"{source}, row {number}")}
         elif any(chosen[name].value != row.values[name] for name in set_already):
             nearer = chosen[set_already[0]].source
             notes.append(
@@ -269,8 +273,8 @@ def choose(
     return tuple(chosen.values()), tuple(notes)
 
 
-def _contradictions(
-    kept: Sequence[RowSpec], fitting: Iterable[RowSpec], nodes: int
+def _find_contradictions(
+    kept: Sequence[PolicyRowSpec], fitting: Iterable[PolicyRowSpec], nodes: int
 ) -> Iterator[tuple[str, str]]:
     """Variables on which rows that are equally near do not agree."""
     for name in dict.fromkeys(name for row in kept for name in row.values):
@@ -282,17 +286,17 @@ def _contradictions(
             yield name, f"{name} is not set: rows that are equally near support {told}; measure them together"
         for other in fitting:
             same = any(row.values == other.values for row in about)
-            slower = next((one for one in gains(other) if one.says == "slower"), None)
+            slower = next((one for one in measured_gains(other) if one.says == "slower"), None)
             if same and slower and other.distance(nodes) <= nearest:
                 yield name, f"{name} is not set: one row supports it, another says {slower} ({other.when})"
 
 
-def _settings(row: RowSpec, source: str) -> Iterator[Setting]:
-    found = gains(row)
+def _row_settings(row: PolicyRowSpec, source: str) -> Iterator[CommSetting]:
+    found = measured_gains(row)
     best = max(found, key=lambda one: one.low)
     others = f"; none of {len(found)} is slower" if len(found) > 1 else ""
     least, most = row.nodes
     nodes = str(least) if least == most else f"{least} to {most}"
     where = f"{source}: {row.when} by {row.by}, {nodes} nodes x {row.ranks_per_node} ranks, NCCL {row.nccl}"
     for name, value in row.values.items():
-        yield Setting(name, value, f"{best}{others}", where, f"NCCL {show_version(row.release)}")
+        yield CommSetting(name, value, f"{best}{others}", where, f"NCCL {format_version(row.release)}")

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpcrun.tuning.finding import Finding, worst_first
+from hpcrun.tuning.finding import Finding, sort_findings
 from hpcrun.tuning.log.nccl_log import NcclLog
 from hpcrun.tuning.model.platforms import PlatformSpec, find_platform
-from hpcrun.tuning.policy.nccl_tests import Call, Timings
+from hpcrun.tuning.policy.nccl_tests import NcclTestTimings, TimedCall
 
 _ENOUGH = 0.7
 """Of what is expected; ring and protocol take some, and so do switches."""
@@ -44,7 +44,7 @@ _GPUS = (
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedBandwidth:
     """What the bus bandwidth of large messages should come near to, and how that is known."""
 
     busbw_GBps: float
@@ -52,7 +52,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Split:
+class TimeSplit:
     """The time of the largest size in its two parts."""
 
     size_bytes: int
@@ -68,7 +68,9 @@ class Split:
         return self.fixed_us / self.time_us
 
 
-def expected(found: Timings, log: NcclLog, platform: PlatformSpec | None = None) -> Expected | None:
+def expected_bandwidth(
+    found: NcclTestTimings, log: NcclLog, platform: PlatformSpec | None = None
+) -> ExpectedBandwidth | None:
     """By the log's adapters, else the platform that was said, else what NCCL plans, else the GPUs."""
     nodes = len(found.nodes) or log.nodes or 0
     speeds = _adapters(log)
@@ -76,21 +78,25 @@ def expected(found: Timings, log: NcclLog, platform: PlatformSpec | None = None)
         total = sum(speeds.values()) / 8000
         kinds = sorted({*speeds.values()})
         told = "/".join(f"{one / 1000:g}" for one in kinds)
-        return Expected(total, f"{len(speeds)} adapters of {told} Gb/s in a node, as the log says")
-    if platform is not None and nodes and (ring := _ring(platform, nodes)):
-        return Expected(ring, f"platform: {platform.about}")
+        return ExpectedBandwidth(total, f"{len(speeds)} adapters of {told} Gb/s in a node, as the log says")
+    if platform is not None and nodes and (ring := _ring_bandwidth(platform, nodes)):
+        return ExpectedBandwidth(ring, f"platform: {platform.about}")
     if graph := log.graphs.get("ring"):
         bandwidth = graph.channels * (graph.bw_inter if nodes > 1 else graph.bw_intra)
-        return Expected(bandwidth, "NCCL's own plan in the log, which knows the links and not their state")
+        return ExpectedBandwidth(
+            bandwidth, "NCCL's own plan in the log, which knows the links and not their state"
+        )
     known = next((name for pattern, name in _GPUS if found.gpu and pattern.search(found.gpu)), None)
     if known is not None and nodes == 1:
         own = find_platform(known)
-        if found.ranks == own.gpus_per_node and (ring := _ring(own, 1)):
-            return Expected(ring, f"platform table, {known}: {own.gpus_per_node} {found.gpu} in one node")
+        if found.ranks == own.gpus_per_node and (ring := _ring_bandwidth(own, 1)):
+            return ExpectedBandwidth(
+                ring, f"platform table, {known}: {own.gpus_per_node} {found.gpu} in one node"
+            )
     return None
 
 
-def _ring(platform: PlatformSpec, nodes: int) -> float | None:
+def _ring_bandwidth(platform: PlatformSpec, nodes: int) -> float | None:
     spec = (platform.one_node if nodes == 1 else platform.several_nodes).get("ring")
     return None if spec is None else spec.channels * (spec.bw_intra if nodes == 1 else spec.bw_inter)
 
@@ -109,51 +115,57 @@ def _adapters(log: NcclLog) -> dict[str, int]:
     return known if len(known) == len(speeds) else {}
 
 
-def split(found: Timings, collective: str) -> Split | None:
+def split_time(found: NcclTestTimings, collective: str) -> TimeSplit | None:
     """The parts of a collective's time, by its two largest sizes out of place; None for a single size."""
     calls = sorted(call for call in found.times_us if call.collective == collective and not call.in_place)
     last = calls[-1]
     before = [call for call in calls if call.size_bytes * _APART <= last.size_bytes]
     if not before:
         return None
-    time_us, busbw = found.median_us(last), _bus(found, last)
+    time_us, busbw = found.median_us(last), _measured_bus_bandwidth(found, last)
     more_us = time_us - found.median_us(before[-1])
     more = last.size_bytes - before[-1].size_bytes
     # Times that do not grow are all fixed.
     per_byte = max(more_us, 0.0) / more
     fixed = min(max(time_us - per_byte * last.size_bytes, 0.0), time_us)
     factor = busbw * time_us / last.size_bytes
-    return Split(last.size_bytes, time_us, busbw, fixed, factor / per_byte if per_byte else float("inf"))
+    return TimeSplit(last.size_bytes, time_us, busbw, fixed, factor / per_byte if per_byte else float("inf"))
 
 
-def _bus(found: Timings, call: Call) -> float:
+def _measured_bus_bandwidth(found: NcclTestTimings, call: TimedCall) -> float:
     rates = sorted(found.busbw_GBps[call])
     return rates[len(rates) // 2]
 
 
-def judge_sweep(found: Timings, log: NcclLog, platform: PlatformSpec | None = None) -> tuple[Finding, ...]:
+def check_sweep(
+    found: NcclTestTimings, log: NcclLog, platform: PlatformSpec | None = None
+) -> tuple[Finding, ...]:
     """What every collective of an output reaches; nothing where there are no times in it."""
     names = dict.fromkeys(call.collective for call in found.times_us if not call.in_place)
-    return worst_first(one for name in names for one in _judge(found, log, platform, name))
+    return sort_findings(one for name in names for one in _check_collective(found, log, platform, name))
 
 
-def _judge(found: Timings, log: NcclLog, platform: PlatformSpec | None, collective: str) -> Iterator[Finding]:
+def _check_collective(
+    found: NcclTestTimings, log: NcclLog, platform: PlatformSpec | None, collective: str
+) -> Iterator[Finding]:
     name = collective or "collective"
-    parts = split(found, collective)
+    parts = split_time(found, collective)
     last = max(call for call in found.times_us if call.collective == collective and not call.in_place)
-    reached = f"{_bus(found, last):.4g} GB/s at {_size(last.size_bytes)}"
-    steps = _steps(collective, found.ranks)
+    reached = f"{_measured_bus_bandwidth(found, last):.4g} GB/s at {_size(last.size_bytes)}"
+    steps = _ring_steps(collective, found.ranks)
     told = (
-        _parts(parts, steps) if parts else "one size alone does not tell steps from bytes: -b 1M -e 8G -f 2"
+        _describe_parts(parts, steps)
+        if parts
+        else "one size alone does not tell steps from bytes: -b 1M -e 8G -f 2"
     )
-    aim = expected(found, log, platform) if steps else None
+    aim = expected_bandwidth(found, log, platform) if steps else None
     if aim is None:
         why = "what this collective should reach is not known"
         if steps:
             why = "what this hardware should reach is not known: --platform says it, or NCCL_DEBUG=INFO"
         yield Finding("unknown", "bandwidth", name, f"reaches {reached}; {told}", why)
         return
-    share = _bus(found, last) / aim.busbw_GBps
+    share = _measured_bus_bandwidth(found, last) / aim.busbw_GBps
     text = f"reaches {reached}, {share:.0%} of {aim.busbw_GBps:.4g} ({aim.source}); {told}"
     if share >= _ENOUGH:
         yield Finding("note", "bandwidth", name, text)
@@ -169,7 +181,7 @@ def _judge(found: Timings, log: NcclLog, platform: PlatformSpec | None, collecti
         yield Finding("warning", "bandwidth", name, f"{text}: bandwidth is missing", _missing(log), "medium")
 
 
-def _parts(parts: Split, steps: int) -> str:
+def _describe_parts(parts: TimeSplit, steps: int) -> str:
     each = f", {parts.fixed_us / steps:.3g} us in each of {steps} steps" if steps else ""
     slope = "no time" if parts.slope_GBps == float("inf") else f"{parts.slope_GBps:.4g} GB/s"
     return (
@@ -178,7 +190,7 @@ def _parts(parts: Split, steps: int) -> str:
     )
 
 
-def _steps(collective: str, ranks: int | None) -> int:
+def _ring_steps(collective: str, ranks: int | None) -> int:
     """Of a ring; 0 where that is not known."""
     of = _STEPS.get(re.sub(r"[^a-z]", "", collective.lower()))
     return of[0] * ranks + of[1] if of and ranks and ranks > 1 else 0

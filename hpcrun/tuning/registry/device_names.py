@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hpcrun.fabric.ports import Interface
+from hpcrun.fabric.ports import NetworkInterface
 
 _VIRBR_KNOWN_SINCE = (2, 28, 3)
 """From here on NCCL leaves virbr* for last; before, it takes one like any other."""
 
 
 @dataclass(frozen=True)
-class Devices:
+class DeviceList:
     """A list of interfaces or adapters: [^][=]name[:port[:rail[:plane]]],..."""
 
     excludes: bool
@@ -38,35 +38,35 @@ class Devices:
         return name == entry[0] if self.exact else name.startswith(entry[0])
 
 
-def parse_devices(text: str) -> Devices:
+def parse_device_list(text: str) -> DeviceList:
     """NCCL's reading of a device list; blanks and further signs are part of a name."""
     excludes = text.startswith("^")
     rest = text.removeprefix("^")
     exact = rest.startswith("=")
     parts = rest.removeprefix("=").split(",")
     entries = tuple(tuple(part.split(":")) for part in parts if part.partition(":")[0])
-    return Devices(excludes, exact, entries)
+    return DeviceList(excludes, exact, entries)
 
 
-def render_names(names: Iterable[str]) -> str:
+def render_exact_names(names: Iterable[str]) -> str:
     """A list that takes these and no others: without `=`, mlx5_1 would take mlx5_10 too."""
     return "=" + ",".join(names)
 
 
-def socket_choice(
-    interfaces: Sequence[Interface], text: str = "", nccl: tuple[int, ...] | None = None
-) -> Interface | None:
+def choose_socket_interface(
+    interfaces: Sequence[NetworkInterface], text: str = "", nccl: tuple[int, ...] | None = None
+) -> NetworkInterface | None:
     """The first interface that NCCL takes for its sockets; None where none fits.
 
     ib* first, then any but docker, lo and (newer ones) virbr, then these. Only those with an address count.
     """
     usable = [one for one in interfaces if one.networks or one.kind == "loopback"]
-    wanted = parse_devices(text)
+    wanted = parse_device_list(text)
     if wanted.entries:
         return next((one for one in usable if wanted.takes(one.name)), None)
     last = ("docker", "lo", "virbr") if nccl is None or nccl >= _VIRBR_KNOWN_SINCE else ("docker", "lo")
 
-    def rank(one: Interface) -> int:
+    def rank(one: NetworkInterface) -> int:
         if one.name.startswith("ib"):
             return 0
         return next((at + 2 for at, start in enumerate(last) if one.name.startswith(start)), 1)

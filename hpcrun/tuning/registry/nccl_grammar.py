@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpcrun.tuning.issue import Fault, closest, error, note, show, warning
-from hpcrun.tuning.registry.device_names import Devices, parse_devices
-from hpcrun.tuning.registry.registry import Version, show_version
+from hpcrun.tuning.issue import ValueIssue, closest_word, make_error, make_note, make_warning, quote_value
+from hpcrun.tuning.registry.device_names import DeviceList, parse_device_list
+from hpcrun.tuning.registry.registry import Version, format_version
 
-FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
-PROTOCOLS = ("ll", "ll128", "simple")
-ALGORITHMS: Mapping[str, tuple[Version, Version | None]] = {
+NCCL_FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
+NCCL_PROTOCOLS = ("ll", "ll128", "simple")
+NCCL_ALGORITHMS: Mapping[str, tuple[Version, Version | None]] = {
     "ring": ((2, 5), None),
     "tree": ((2, 5), None),
     "collnet": ((2, 5), (2, 14)),
@@ -29,7 +29,7 @@ ALGORITHMS: Mapping[str, tuple[Version, Version | None]] = {
 """The releases that know each name: from, and up to but without."""
 
 _SCATTERING = frozenset({"ring", "pat", "nvls", "collnetdirect"})
-ELIGIBLE: Mapping[str, frozenset[str]] = {
+ELIGIBLE_ALGORITHMS: Mapping[str, frozenset[str]] = {
     "broadcast": frozenset({"ring"}),
     "reduce": frozenset({"ring"}),
     "allgather": _SCATTERING,
@@ -37,13 +37,13 @@ ELIGIBLE: Mapping[str, frozenset[str]] = {
     "allreduce": frozenset({"ring", "tree", "collnet", "collnetchain", "collnetdirect", "nvls", "nvlstree"}),
 }
 """Which algorithms a function has at all."""
-SIMPLE_ONLY = frozenset({"collnet", "collnetchain", "collnetdirect", "nvls", "nvlstree", "pat"})
+SIMPLE_ONLY_ALGORITHMS = frozenset({"collnet", "collnetchain", "collnetdirect", "nvls", "nvlstree", "pat"})
 
-PER_FUNCTION: Version = (2, 24)
+PER_FUNCTION_SINCE: Version = (2, 24)
 """From here on functions can be named, and a word that is not known is fatal."""
-FROM_EMPTY: Version = (2, 31)
+FROM_EMPTY_SINCE: Version = (2, 31)
 """From here on NCCL_ALGO begins with nothing chosen, which counts for the functions that NCCL_PROTO names."""
-NEVER_FORCED = (
+FORCED_LL128_DANGER = (
     "it would turn LL128 on where NCCL has it off, which corrupts data in silence, and a check that passed is"
     " no proof; where it is safe NCCL takes LL128 by itself"
 )
@@ -60,14 +60,14 @@ _NOWHERE = re.compile(r"lo|(docker|virbr|br-|veth|cni|flannel|cali)\w*")
 
 
 @dataclass(frozen=True)
-class Selection:
+class NcclSelection:
     """What a value chooses: for each function that it covers the choices that are left."""
 
     chosen: Mapping[str, frozenset[str]]
     """Of the functions that it says something about."""
     has_default: bool
     """Whether it begins with a list for all functions."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[ValueIssue, ...] = ()
     words: frozenset[str] = frozenset()
     """What is listed in it without ^."""
 
@@ -78,17 +78,17 @@ class Selection:
 
 
 @dataclass
-class _Reader:
+class _SelectionReader:
     """Reads one value; `choices` are the words that this release knows."""
 
     choices: Sequence[str]
     version: Version | None
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[ValueIssue] = field(default_factory=list)
     listed: set[str] = field(default_factory=set)
 
     @property
     def is_strict(self) -> bool:
-        return self.version is None or self.version >= PER_FUNCTION
+        return self.version is None or self.version >= PER_FUNCTION_SINCE
 
     def elements(self, text: str) -> frozenset[str]:
         """The choices of one list; with ^ all the others."""
@@ -106,37 +106,37 @@ class _Reader:
         return frozenset(self.choices) - found if inverted else frozenset(found)
 
     def _refuse(self, word: str) -> None:
-        known = ALGORITHMS.get(word.strip().lower())
+        known = NCCL_ALGORITHMS.get(word.strip().lower())
         if word != word.strip() and word.strip().lower() in self.choices:
             hint = "; take the blank out, it counts"
         elif "ring" in self.choices and known is not None and self.version is not None:
             since, until = known
-            end = f"to before {show_version(until)}" if until else "on"
-            hint = f"; it is known from {show_version(since)} {end}"
+            end = f"to before {format_version(until)}" if until else "on"
+            hint = f"; it is known from {format_version(since)} {end}"
         else:
-            close = closest(word.strip().lower(), self.choices)
+            close = closest_word(word.strip().lower(), self.choices)
             hint = f"{f'; did you mean {close}?' if close else ';'} allowed: {', '.join(self.choices)}"
         until_old = "ends the job" if self.is_strict else "is passed over in silence"
         on = "" if self.version else " from 2.24 on"
-        self.faults.append(error(f"{show(word)} is not known and {until_old}{on}{hint}"))
+        self.faults.append(make_error(f"{quote_value(word)} is not known and {until_old}{on}{hint}"))
 
 
-def known_choices(name: str, version: Version | None) -> tuple[str, ...]:
+def known_nccl_choices(name: str, version: Version | None) -> tuple[str, ...]:
     """The words that NCCL_ALGO, or NCCL_PROTO, takes in a release."""
     if name.endswith("PROTO"):
-        return PROTOCOLS
+        return NCCL_PROTOCOLS
     if version is None:
-        return tuple(word for word, (_, until) in ALGORITHMS.items() if until is None)
+        return tuple(word for word, (_, until) in NCCL_ALGORITHMS.items() if until is None)
     return tuple(
         word
-        for word, (since, until) in ALGORITHMS.items()
+        for word, (since, until) in NCCL_ALGORITHMS.items()
         if since <= version and (until is None or version < until)
     )
 
 
-def parse_selection(name: str, text: str, version: Version | None) -> Selection:
+def parse_nccl_selection(name: str, text: str, version: Version | None) -> NcclSelection:
     """What NCCL_ALGO or NCCL_PROTO chooses in a release, and what is wrong with it."""
-    reader = _Reader(known_choices(name, version), version)
+    reader = _SelectionReader(known_nccl_choices(name, version), version)
     if not reader.is_strict:
         return _flat(reader, text)
     chosen: dict[str, frozenset[str]] = {}
@@ -147,46 +147,53 @@ def parse_selection(name: str, text: str, version: Version | None) -> Selection:
         if len(pieces) < 2:
             if at:
                 reader.faults.append(
-                    error(f"{show(part)} names no function; only the first list may, ends the job")
+                    make_error(
+                        f"{quote_value(part)} names no function; only the first list may, ends the job"
+                    )
                 )
                 continue
             has_default = True
-            chosen |= dict.fromkeys(FUNCTIONS, reader.elements(pieces[0] if pieces else ""))
+            chosen |= dict.fromkeys(NCCL_FUNCTIONS, reader.elements(pieces[0] if pieces else ""))
             continue
         function = pieces[0].lower()
-        if function not in FUNCTIONS:
-            close = closest(function, FUNCTIONS)
+        if function not in NCCL_FUNCTIONS:
+            close = closest_word(function, NCCL_FUNCTIONS)
             hint = f"; did you mean {close}?" if close else ";"
             reader.faults.append(
-                error(
-                    f"{show(pieces[0])} is no function and ends the job{hint} allowed: {', '.join(FUNCTIONS)}"
+                make_error(
+                    f"{quote_value(pieces[0])} is no function and ends the job{hint} allowed:"
+                    f" {', '.join(NCCL_FUNCTIONS)}"
                 )
             )
             continue
         if len(pieces) > 2:
             reader.faults.append(
-                error(f"{show(part)} has more than one colon; what follows the second is lost")
+                make_error(f"{quote_value(part)} has more than one colon; what follows the second is lost")
             )
         if function in named:
-            reader.faults.append(warning(f"{function} stands twice; the last one holds"))
+            reader.faults.append(make_warning(f"{function} stands twice; the last one holds"))
         named.add(function)
         chosen[function] = reader.elements(pieces[1])
     if text.startswith(";") and has_default:
-        reader.faults.append(error("begins with `;`, after which a list must name a function; ends the job"))
-    if version is None and named:
-        reader.faults.append(warning("names functions, which NCCL before 2.24 passes over in silence"))
-    return Selection(chosen, has_default, tuple(reader.faults), frozenset(reader.listed))
-
-
-def _flat(reader: _Reader, text: str) -> Selection:
-    if ":" in text or ";" in text:
-        version = show_version(reader.version or PER_FUNCTION)
         reader.faults.append(
-            error(f"names functions, which are read from 2.24 on; {version} passes all of it over in silence")
+            make_error("begins with `;`, after which a list must name a function; ends the job")
         )
-        return Selection({}, False, tuple(reader.faults))
-    chosen = dict.fromkeys(FUNCTIONS, reader.elements(text))
-    return Selection(chosen, True, tuple(reader.faults), frozenset(reader.listed))
+    if version is None and named:
+        reader.faults.append(make_warning("names functions, which NCCL before 2.24 passes over in silence"))
+    return NcclSelection(chosen, has_default, tuple(reader.faults), frozenset(reader.listed))
+
+
+def _flat(reader: _SelectionReader, text: str) -> NcclSelection:
+    if ":" in text or ";" in text:
+        version = format_version(reader.version or PER_FUNCTION_SINCE)
+        reader.faults.append(
+            make_error(
+                f"names functions, which are read from 2.24 on; {version} passes all of it over in silence"
+            )
+        )
+        return NcclSelection({}, False, tuple(reader.faults))
+    chosen = dict.fromkeys(NCCL_FUNCTIONS, reader.elements(text))
+    return NcclSelection(chosen, True, tuple(reader.faults), frozenset(reader.listed))
 
 
 def forces_ll128(name: str, value: str, version: Version | None) -> bool:
@@ -197,17 +204,17 @@ def forces_ll128(name: str, value: str, version: Version | None) -> bool:
     """
     if name != "NCCL_PROTO":
         return False
-    return any("ll128" in left for left in parse_selection(name, value, version).chosen.values())
+    return any("ll128" in left for left in parse_nccl_selection(name, value, version).chosen.values())
 
 
-def check_selection(name: str, text: str, version: Version | None) -> Iterator[Fault]:
+def check_nccl_selection(name: str, text: str, version: Version | None) -> Iterator[ValueIssue]:
     """All that is wrong with a value of NCCL_ALGO or NCCL_PROTO taken by itself."""
-    selection = parse_selection(name, text, version)
+    selection = parse_nccl_selection(name, text, version)
     yield from selection.faults
     if name.endswith("PROTO"):
         if forces_ll128("NCCL_PROTO", text, version):
             how = "" if "ll128" in selection.words else ", since ^ turns on all that it does not list"
-            yield warning(
+            yield make_warning(
                 f"forces LL128 also where NCCL has turned it off{how}; that corrupts data in silence",
                 ": write ^LL128, or LL,Simple",
                 "^LL128",
@@ -215,55 +222,59 @@ def check_selection(name: str, text: str, version: Version | None) -> Iterator[F
         return
     if not selection.is_valid:
         return
-    lost = ", ".join(stranded(selection))
-    if lost and version is not None and version < PER_FUNCTION:
-        yield note(f"has no algorithm for {lost}, which fall back to ring")
+    lost = ", ".join(functions_without_choice(selection))
+    if lost and version is not None and version < PER_FUNCTION_SINCE:
+        yield make_note(f"has no algorithm for {lost}, which fall back to ring")
     elif lost:
         since = "" if version else " from 2.24 on"
         is_list = not set(text) & set("^:;")
-        yield error(
+        yield make_error(
             f"leaves {lost} without an algorithm{since}, which ends a job that uses them",
             "; add ring",
             f"{text},ring" if is_list else None,
         )
 
 
-def stranded(selection: Selection) -> list[str]:
+def functions_without_choice(selection: NcclSelection) -> list[str]:
     """The functions that none of their algorithms is left for."""
-    return [function for function, left in selection.chosen.items() if not left & ELIGIBLE[function]]
+    return [
+        function for function, left in selection.chosen.items() if not left & ELIGIBLE_ALGORITHMS[function]
+    ]
 
 
-def check_devices(text: str, version: Version | None, *, ports: bool) -> Iterator[Fault]:
+def check_device_list(text: str, version: Version | None, *, ports: bool) -> Iterator[ValueIssue]:
     """What is wrong with a device list; `ports`: adapters, not interfaces."""
-    devices = parse_devices(text)
+    devices = parse_device_list(text)
     if text.startswith("=^"):
         meant = "^" + text.replace("^", "", 1)
-        yield error("begins with =^, which matches nothing", f"; write {show(meant)}", meant)
+        yield make_error("begins with =^, which matches nothing", f"; write {quote_value(meant)}", meant)
         return
     if not devices.entries:
-        yield error("names no device, and so takes all")
+        yield make_error("names no device, and so takes all")
     names = devices.names
     for name in names:
         if name[0] in "=^":
-            yield error(f"{show(name)} matches nothing: the sign stands once, before the whole list")
+            yield make_error(
+                f"{quote_value(name)} matches nothing: the sign stands once, before the whole list"
+            )
         elif name != name.strip():
-            yield error(f"{show(name)} matches nothing: blanks are part of a name")
+            yield make_error(f"{quote_value(name)} matches nothing: blanks are part of a name")
     twice = sorted(
         {name for entry in devices.entries if devices.entries.count(entry) > 1 for name in entry[:1]}
     )
     if twice:
-        yield warning(f"{show(', '.join(twice))}: stands twice; was another one meant?")
+        yield make_warning(f"{quote_value(', '.join(twice))}: stands twice; was another one meant?")
     if len(names) > _MOST_DEVICES:
-        yield error(f"names {len(names)} devices; NCCL takes {_MOST_DEVICES} at most")
+        yield make_error(f"names {len(names)} devices; NCCL takes {_MOST_DEVICES} at most")
     if not devices.exact:
-        yield from _traps(text, devices, ports)
+        yield from _find_prefix_traps(text, devices, ports)
     yield from _fields(devices, version) if ports else _interfaces(devices)
 
 
-def _traps(text: str, devices: Devices, ports: bool) -> Iterator[Fault]:
+def _find_prefix_traps(text: str, devices: DeviceList, ports: bool) -> Iterator[ValueIssue]:
     """A name that also takes longer ones, where nothing says that these are meant."""
     names = [name for name in devices.names if name.isprintable()]
-    trapped = [name for name in names if _is_trap(name, names, ports)]
+    trapped = [name for name in names if _is_prefix_trap(name, names, ports)]
     if not trapped or (devices.excludes and not ports):
         return
     first = min(trapped, key=lambda name: name[-1]) if ports else trapped[0]
@@ -278,15 +289,15 @@ def _traps(text: str, devices: Devices, ports: bool) -> Iterator[Fault]:
     are_whole = len(names) == len(devices.names) and all(_WHOLE.search(name) for name in names)
     are_whole = are_whole and not _DRIVERS & set(names)
     # A second adapter of that name is often there, one above thirty or a second interface seldom.
-    say = warning if ports and first[-1] in "12" else note
+    say = make_warning if ports and first[-1] in "12" else make_note
     yield say(
-        f"{show(first)} also {does} {other}: names match by how they begin",
-        f"; write {show(exact)}" if are_whole else "",
+        f"{quote_value(first)} also {does} {other}: names match by how they begin",
+        f"; write {quote_value(exact)}" if are_whole else "",
         exact if are_whole else None,
     )
 
 
-def _is_trap(name: str, names: Sequence[str], ports: bool) -> bool:
+def _is_prefix_trap(name: str, names: Sequence[str], ports: bool) -> bool:
     if name in _DRIVERS or not _WHOLE.search(name):
         return False
     if ports and not _FEW_MORE.search(name):
@@ -296,24 +307,30 @@ def _is_trap(name: str, names: Sequence[str], ports: bool) -> bool:
     return not longer and not covered
 
 
-def _fields(devices: Devices, version: Version | None) -> Iterator[Fault]:
+def _fields(devices: DeviceList, version: Version | None) -> Iterator[ValueIssue]:
     for entry in devices.entries:
         whole = ":".join(entry)
         if len(entry) > 4:
-            yield error(f"{show(whole)} has too many fields; the form is name:port:rail:plane")
+            yield make_error(f"{quote_value(whole)} has too many fields; the form is name:port:rail:plane")
         elif len(entry) > 2 and version is not None and version < _RAILS:
-            yield error(f"{show(whole)}: rail and plane are read from 2.30 on")
+            yield make_error(f"{quote_value(whole)}: rail and plane are read from 2.30 on")
         for what, value in zip(("port", "rail", "plane"), entry[1:], strict=False):
             if not re.fullmatch(r"\d{1,3}" if what == "port" else r"-?\d{1,5}", value, re.A) and value:
-                yield error(f"{show(whole)}: {show(value)} is no {what}")
+                yield make_error(f"{quote_value(whole)}: {quote_value(value)} is no {what}")
 
 
-def _interfaces(devices: Devices) -> Iterator[Fault]:
+def _interfaces(devices: DeviceList) -> Iterator[ValueIssue]:
     for entry in devices.entries:
         name = entry[0]
         if len(entry) > 1:
-            yield error(f"{show(':'.join(entry))}: an interface has no port; a colon ends the name here")
+            yield make_error(
+                f"{quote_value(':'.join(entry))}: an interface has no port; a colon ends the name here"
+            )
         if len(name) > _LONGEST_INTERFACE:
-            yield error(f"{show(name)} is longer than {_LONGEST_INTERFACE}, as no interface can be")
+            yield make_error(
+                f"{quote_value(name)} is longer than {_LONGEST_INTERFACE}, as no interface can be"
+            )
         if not devices.excludes and _NOWHERE.fullmatch(name):
-            yield warning(f"{show(name)} leads to no other host: it does for jobs on one node alone")
+            yield make_warning(
+                f"{quote_value(name)} leads to no other host: it does for jobs on one node alone"
+            )

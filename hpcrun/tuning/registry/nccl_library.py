@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hpcrun.errors import UsageError
 from hpcrun.local_identity import expand_path
-from hpcrun.tuning.registry.registry import Version, parse_version, show_version
+from hpcrun.tuning.registry.registry import Version, format_version, parse_version
 
 if TYPE_CHECKING:
     from hpcrun.specs.cluster import ClusterSpec
@@ -22,24 +22,24 @@ _REQUIRED = re.compile(r"(nvidia-nccl-cu\d+)\s*(?:\(==|==)\s*([\w.]+)")
 _FILE = re.compile(r"libnccl\.so\.(2\.\d+\.\d+)")
 
 
-class Library(NamedTuple):
+class NcclLibrary(NamedTuple):
     """A release, and how it is known."""
 
     version: Version
     how: str
 
     def __str__(self) -> str:
-        return f"NCCL {show_version(self.version)} ({self.how})"
+        return f"NCCL {format_version(self.version)} ({self.how})"
 
 
 _CUDA = re.compile(r"nvidia-nccl-cu(\d+)")
 
 
-class Found(NamedTuple):
+class NcclLibraryChoice(NamedTuple):
     """The release that counts, and what else there is that might be loaded instead."""
 
-    library: Library | None
-    others: tuple[Library, ...] = ()
+    library: NcclLibrary | None
+    others: tuple[NcclLibrary, ...] = ()
 
     @property
     def version(self) -> Version | None:
@@ -53,47 +53,47 @@ class Found(NamedTuple):
         return (int(match[1]),) if match else None
 
 
-def find_library(
+def find_nccl_library(
     given: str | None = None,
     *,
     python: Path | None = None,
     environ: Mapping[str, str] | None = None,
     is_contained: bool = False,
-) -> Found:
+) -> NcclLibraryChoice:
     """The release named, else of the python's packages, else of the library path, else of an image's word.
 
     `python`: the interpreter of the ranks; without it the one that runs here. `environ`: what the ranks get.
     `is_contained`: they run in a container, where nothing of what is here is loaded.
     """
-    found = [] if is_contained else list(_on_library_path(environ or {}))
-    packaged = _of_packages(_sites(python), str(python) if python else "this python")
+    found = [] if is_contained else list(_libraries_on_path(environ or {}))
+    packaged = _library_of_packages(_site_packages(python), str(python) if python else "this python")
     if packaged and not is_contained:
         found.insert(0, packaged)
     said = (environ or {}).get("NCCL_VERSION")
     if said and not found:
         with contextlib.suppress(UsageError):
-            found.append(Library(parse_version(said, "NCCL_VERSION"), "NCCL_VERSION, as the image says"))
+            found.append(NcclLibrary(parse_version(said, "NCCL_VERSION"), "NCCL_VERSION, as the image says"))
     if given is not None:
-        found.insert(0, Library(parse_version(given), "--nccl-version"))
-        return Found(found[0])
+        found.insert(0, NcclLibrary(parse_version(given), "--nccl-version"))
+        return NcclLibraryChoice(found[0])
     if not found:
-        return Found(None)
-    return Found(found[0], tuple(one for one in found[1:] if one.version != found[0].version))
+        return NcclLibraryChoice(None)
+    return NcclLibraryChoice(found[0], tuple(one for one in found[1:] if one.version != found[0].version))
 
 
-def library_of_job(
+def find_job_nccl_library(
     spec: JobSpec,
     cluster: ClusterSpec | None,
     given: str | None = None,
     environ: Mapping[str, str] | None = None,
-) -> Found:
+) -> NcclLibraryChoice:
     """The same for a job: of its python, or of its profile's."""
     named = spec.python or (cluster.python.path if cluster else None)
     python = Path(expand_path(named)) if named else None
-    return find_library(given, python=python, environ=environ, is_contained=spec.container is not None)
+    return find_nccl_library(given, python=python, environ=environ, is_contained=spec.container is not None)
 
 
-def _sites(python: Path | None) -> list[str] | None:
+def _site_packages(python: Path | None) -> list[str] | None:
     """Where an interpreter keeps packages; None for the one that runs."""
     if python is None:
         return None
@@ -101,25 +101,25 @@ def _sites(python: Path | None) -> list[str] | None:
     return [str(path) for path in sorted(prefix.glob("lib*/python3*/site-packages"))]
 
 
-def _of_packages(sites: list[str] | None, whose: str) -> Library | None:
-    wanted = _required(sites)
+def _library_of_packages(sites: list[str] | None, whose: str) -> NcclLibrary | None:
+    wanted = _required_wheels(sites)
     for wheel in sorted(_WHEELS, key=lambda name: name not in wanted):
-        release = _release(wheel, sites)
+        release = _wheel_release(wheel, sites)
         if release:
-            return Library(release, f"{wheel} of {whose}")
+            return NcclLibrary(release, f"{wheel} of {whose}")
     for wheel, release in wanted.items():
-        return Library(release, f"{wheel}, which torch of {whose} asks for")
+        return NcclLibrary(release, f"{wheel}, which torch of {whose} asks for")
     return None
 
 
-def _required(sites: list[str] | None) -> dict[str, Version]:
+def _required_wheels(sites: list[str] | None) -> dict[str, Version]:
     """The wheels that torch asks for, and their releases."""
     torch = _distribution("torch", sites)
     lines = torch.requires or [] if torch else []
     return {match[1]: parse_version(match[2]) for line in lines if (match := _REQUIRED.match(line))}
 
 
-def _release(name: str, sites: list[str] | None) -> Version | None:
+def _wheel_release(name: str, sites: list[str] | None) -> Version | None:
     found = _distribution(name, sites)
     try:
         return parse_version(found.version) if found else None
@@ -133,7 +133,7 @@ def _distribution(name: str, sites: list[str] | None) -> metadata.Distribution |
     return next(iter(metadata.distributions(name=name, path=sites)), None)
 
 
-def _on_library_path(environ: Mapping[str, str]) -> Iterator[Library]:
+def _libraries_on_path(environ: Mapping[str, str]) -> Iterator[NcclLibrary]:
     for name in ("LD_PRELOAD", "LD_LIBRARY_PATH"):
         for word in re.split("[: ]", environ.get(name, "")):
             if not word:
@@ -142,4 +142,4 @@ def _on_library_path(environ: Mapping[str, str]) -> Iterator[Library]:
             if path.name.startswith("libnccl.so") and path.is_file():
                 match = _FILE.fullmatch(path.resolve().name)
                 if match:
-                    yield Library(parse_version(match[1]), f"{path} by {name}")
+                    yield NcclLibrary(parse_version(match[1]), f"{path} by {name}")

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.settings import Setting
+from hpcrun.specs.settings import CommSetting
 
 Version = tuple[int, ...]
 """A release of NCCL: (2, 29, 7)."""
 
-FIRST: Version = (0,)
+FIRST_VERSION: Version = (0,)
 _VERSION = re.compile(r"v?(\d{1,3}(?:\.\d{1,3}){1,3})(?:[-+].*|\.post\d+)?", re.A)
 UNDOCUMENTED = "Documented nowhere we know; internal or undocumented."
 _CLOSE = 0.84
@@ -31,35 +31,35 @@ def parse_version(text: str, where: str = "--nccl-version") -> Version:
     return tuple(int(part) for part in match[1].split("."))
 
 
-def release_of(one: Setting) -> Version | None:
+def required_nccl_release(one: CommSetting) -> Version | None:
     """The release of NCCL that a setting needs; None: any, or another library's."""
     needs = one.needs.removeprefix("NCCL ")
     return parse_version(needs, one.name) if needs and needs != one.needs else None
 
 
-def show_version(version: Version) -> str:
+def format_version(version: Version) -> str:
     """The same as text."""
     return ".".join(map(str, version))
 
 
-class Since(NamedTuple):
+class VersionedValue(NamedTuple):
     """A value, and the release from which on it holds."""
 
     version: Version
     value: str
 
 
-History = tuple[Since, ...]
+ValueHistory = tuple[VersionedValue, ...]
 
 
-def at(history: History, version: Version | None) -> str | None:
+def value_in_release(history: ValueHistory, version: Version | None) -> str | None:
     """What held in a release; the newest where the release is not known, None where nothing is known."""
     held = [one.value for one in history if version is None or one.version <= version]
     return held[-1] if held else None
 
 
 @dataclass(frozen=True)
-class Variable:
+class CommVariable:
     """One variable: who reads it, what it takes, and what it does."""
 
     name: str
@@ -73,8 +73,8 @@ class Variable:
     deprecated: Version | None = None
     after: Version | None = None
     """Not yet in this release, although the documentation names it."""
-    values: History = ()
-    default: History = ()
+    values: ValueHistory = ()
+    default: ValueHistory = ()
     left: str = ""
     """Values, by commas, that are dangerous when they are left over; `any` for all."""
     instead: str = ""
@@ -87,15 +87,15 @@ class Variable:
         if version is None:
             return ""
         if self.since and version < self.since:
-            return f"is read from {show_version(self.since)} on"
+            return f"is read from {format_version(self.since)} on"
         if self.after and version <= self.after:
-            return f"is not yet read in {show_version(self.after)}"
+            return f"is not yet read in {format_version(self.after)}"
         if self.removed and version >= self.removed:
-            return f"is not read from {show_version(self.removed)} on"
+            return f"is not read from {format_version(self.removed)} on"
         return ""
 
 
-class Lookalike(NamedTuple):
+class LookalikeVariable(NamedTuple):
     """A name in NCCL's manner that NCCL does not read."""
 
     name: str
@@ -106,23 +106,23 @@ class Lookalike(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Registry:
+class VariableRegistry:
     """All that is known, by name."""
 
     library: Version
     """The release whose names are all here."""
-    variables: Mapping[str, Variable]
+    variables: Mapping[str, CommVariable]
     symbols: Mapping[str, str]
     """Names inside the library that are no variables, and what they are."""
-    lookalikes: Mapping[str, Lookalike]
+    lookalikes: Mapping[str, LookalikeVariable]
     families: Mapping[str, str]
     """How the names of others begin, and who they are."""
 
-    def lookalike(self, name: str) -> Lookalike | None:
+    def lookalike(self, name: str) -> LookalikeVariable | None:
         """The impostor of this name, also when only its family is known."""
         found = self.lookalikes.get(name)
         family = next((start for start in self.families if name.startswith(start)), None)
-        return found or (Lookalike(name, self.families[family]) if family else None)
+        return found or (LookalikeVariable(name, self.families[family]) if family else None)
 
     def nearest(self, name: str) -> str | None:
         """The variable that was probably meant."""
@@ -138,50 +138,57 @@ class Registry:
 
 
 @cache
-def registry() -> Registry:
+def variable_registry() -> VariableRegistry:
     """The registry, read once a process."""
     import yaml
 
     path = Path(__file__).with_name("registry.yaml")
     # Everything stays text, and the C parser is eight times as fast where it is there.
     loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
-    return _registry(yaml.load(path.read_text(encoding="utf-8"), Loader=loader))
+    return _parse_registry(yaml.load(path.read_text(encoding="utf-8"), Loader=loader))
 
 
-def _registry(raw: dict[str, Any]) -> Registry:
+def _parse_registry(raw: dict[str, Any]) -> VariableRegistry:
     library = parse_version(raw["library"], "registry.yaml library")
-    variables = {name: _variable(name, entry) for name, entry in (raw["variables"] | raw["others"]).items()}
+    variables = {
+        name: _parse_variable(name, entry) for name, entry in (raw["variables"] | raw["others"]).items()
+    }
     for name, default in raw["undocumented"].items():
-        variables[name] = Variable(
+        variables[name] = CommVariable(
             name,
             kind="undocumented",
-            values=(Since(FIRST, "int"),),
-            default=() if default == "unknown" else (Since(library, default),),
+            values=(VersionedValue(FIRST_VERSION, "int"),),
+            default=() if default == "unknown" else (VersionedValue(library, default),),
             effect=UNDOCUMENTED,
             source="library",
         )
     symbols = {name: what for what, names in raw["symbols"].items() for name in names.split()}
     lookalikes = {
-        name: Lookalike(name, entry.get("reader", ""), entry.get("instead", ""), entry.get("text", ""))
+        name: LookalikeVariable(
+            name, entry.get("reader", ""), entry.get("instead", ""), entry.get("text", "")
+        )
         for name, entry in raw["lookalikes"].items()
     }
-    return Registry(library, variables, symbols, lookalikes, raw["families"])
+    return VariableRegistry(library, variables, symbols, lookalikes, raw["families"])
 
 
-def _variable(name: str, entry: dict[str, Any]) -> Variable:
+def _parse_variable(name: str, entry: dict[str, Any]) -> CommVariable:
     owner = entry.get("owner", "nccl")
-    rules = (Since(one.version, re.sub(r",\s+", ",", one.value)) for one in _history(entry.get("values")))
-    return Variable(
+    rules = (
+        VersionedValue(one.version, re.sub(r",\s+", ",", one.value))
+        for one in _parse_history(entry.get("values"))
+    )
+    return CommVariable(
         name,
         owner,
         entry.get("class", "leave"),
         entry.get("ranks", "same"),
-        since=_release(entry.get("since")),
-        removed=_release(entry.get("removed")),
-        deprecated=_release(entry.get("deprecated")),
-        after=_release(entry.get("after")),
+        since=_parse_release(entry.get("since")),
+        removed=_parse_release(entry.get("removed")),
+        deprecated=_parse_release(entry.get("deprecated")),
+        after=_parse_release(entry.get("after")),
         values=tuple(rules),
-        default=_history(entry.get("default")),
+        default=_parse_history(entry.get("default")),
         left=entry.get("left", ""),
         instead=entry.get("instead", ""),
         effect=entry.get("effect", ""),
@@ -190,13 +197,13 @@ def _variable(name: str, entry: dict[str, Any]) -> Variable:
     )
 
 
-def _release(text: str | None) -> Version | None:
+def _parse_release(text: str | None) -> Version | None:
     return parse_version(text, "registry.yaml") if text else None
 
 
-def _history(given: str | dict[str, str] | None) -> History:
+def _parse_history(given: str | dict[str, str] | None) -> ValueHistory:
     if given is None:
         return ()
     if isinstance(given, str):
-        return (Since(FIRST, given),)
-    return tuple(Since(tuple(map(int, key.split("."))), value) for key, value in given.items())
+        return (VersionedValue(FIRST_VERSION, given),)
+    return tuple(VersionedValue(tuple(map(int, key.split("."))), value) for key, value in given.items())

@@ -11,8 +11,8 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from hpcrun.tuning.issue import Fault, closest, error, note, show, warning
-from hpcrun.tuning.registry.nccl_grammar import check_devices, check_selection
+from hpcrun.tuning.issue import ValueIssue, closest_word, make_error, make_note, make_warning, quote_value
+from hpcrun.tuning.registry.nccl_grammar import check_device_list, check_nccl_selection
 from hpcrun.tuning.registry.registry import Version
 
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|\d+)", re.A)
@@ -24,7 +24,7 @@ _TOO_LARGE = re.compile(r"\s*[-+]?(0[xX][0-9a-fA-F]{16,}|[1-9]\d{18,})\s*", re.A
 _MOST_DIGITS = 24
 
 
-def check_value(name: str, value: str, rule: str, version: Version | None) -> Iterator[Fault]:
+def check_value(name: str, value: str, rule: str, version: Version | None) -> Iterator[ValueIssue]:
     """What is wrong with a value, by its rule; nothing when it is empty, which NCCL takes for unset."""
     kind, _, rest = rule.partition(" ")
     if not value:
@@ -32,12 +32,12 @@ def check_value(name: str, value: str, rule: str, version: Version | None) -> It
     if kind in _KINDS:
         yield from _KINDS[kind](value, rest)
     elif kind in ("algo", "proto"):
-        yield from check_selection(name, value, version)
+        yield from check_nccl_selection(name, value, version)
     elif kind in ("devices", "interfaces"):
-        yield from check_devices(value, version, ports=kind == "devices")
+        yield from check_device_list(value, version, ports=kind == "devices")
 
 
-def number(value: str) -> int | None:
+def parse_c_integer(value: str) -> int | None:
     """A value as C's strtoll with base 0 reads it when all of it is a number: 16, 0x10 and 020 are one."""
     text = value.strip()
     if not _NUMBER.fullmatch(text):
@@ -54,36 +54,36 @@ def number(value: str) -> int | None:
     return found if -(2**63) <= found < 2**63 else None
 
 
-def _bool(value: str, rest: str) -> Iterator[Fault]:
+def _bool(value: str, rest: str) -> Iterator[ValueIssue]:
     words = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
     meant = words.get(value.strip().lower())
     if meant:
-        yield error(f"{show(value)} is no number and reads as 0", f"; write {meant}", meant)
+        yield make_error(f"{quote_value(value)} is no number and reads as 0", f"; write {meant}", meant)
         return
-    found = number(value)
+    found = parse_c_integer(value)
     if found is None:
         yield from _no_number(value, "0 or 1")
     elif found not in (0, 1):
-        yield warning(f"{show(value)}: 0 and 1 are all that it knows")
+        yield make_warning(f"{quote_value(value)}: 0 and 1 are all that it knows")
 
 
-def _int(value: str, rest: str) -> Iterator[Fault]:
-    found = number(value)
+def _int(value: str, rest: str) -> Iterator[ValueIssue]:
+    found = parse_c_integer(value)
     if found is None:
         yield from _no_number(value, _range(rest) or "a whole number")
-    elif not _inside(found, rest):
-        yield error(f"{show(value)} is out of range; allowed: {_range(rest)}")
+    elif not _is_in_range(found, rest):
+        yield make_error(f"{quote_value(value)} is out of range; allowed: {_range(rest)}")
     elif re.fullmatch(r"\s*[-+]?0\d+\s*", value):
-        yield warning(f"{show(value)} begins with 0 and is read as octal: {found}")
+        yield make_warning(f"{quote_value(value)} begins with 0 and is read as octal: {found}")
 
 
-def _bytes(value: str, rest: str) -> Iterator[Fault]:
+def _bytes(value: str, rest: str) -> Iterator[ValueIssue]:
     unit = _UNIT.fullmatch(value.strip())
     if unit:
         meant = int(float(unit[1]) * _SIZES[unit[2].upper()])
         read = _LEADING.match(value)
-        yield error(
-            f"{show(value)}: units are not read, it counts as {read[0].strip() if read else 0} bytes",
+        yield make_error(
+            f"{quote_value(value)}: units are not read, it counts as {read[0].strip() if read else 0} bytes",
             f"; write {meant}",
             str(meant),
         )
@@ -91,96 +91,108 @@ def _bytes(value: str, rest: str) -> Iterator[Fault]:
     yield from _int(value, rest)
 
 
-def _no_number(value: str, allowed: str) -> Iterator[Fault]:
+def _no_number(value: str, allowed: str) -> Iterator[ValueIssue]:
     if _TOO_LARGE.fullmatch(value):
-        yield error(f"{show(value)} is too large and counts as unset; allowed: {allowed}")
+        yield make_error(f"{quote_value(value)} is too large and counts as unset; allowed: {allowed}")
         return
     read = _LEADING.match(value)
     found = read[0].strip()[:_MOST_DIGITS] if read else 0
-    yield error(f"{show(value)} is no number and reads as {found}; allowed: {allowed}")
+    yield make_error(f"{quote_value(value)} is no number and reads as {found}; allowed: {allowed}")
 
 
-def _auto(value: str, rest: str) -> Iterator[Fault]:
+def _auto(value: str, rest: str) -> Iterator[ValueIssue]:
     if value.strip().lower() not in ("auto", "inf"):
         yield from _int(value, rest)
 
 
-def _enum(value: str, rest: str) -> Iterator[Fault]:
+def _enum(value: str, rest: str) -> Iterator[ValueIssue]:
     allowed = rest.split(",")
     if value not in allowed:
         same = [one for one in allowed if one.lower() == value.strip().lower()]
         if same:
             remedy = f"; write {same[0]}, capitals and blanks count"
-            yield error(f"{show(value)} is not known", remedy, same[0])
+            yield make_error(f"{quote_value(value)} is not known", remedy, same[0])
         else:
-            yield error(f"{show(value)} is not known{_nearest(value, allowed)}", "", closest(value, allowed))
+            yield make_error(
+                f"{quote_value(value)} is not known{_nearest(value, allowed)}",
+                "",
+                closest_word(value, allowed),
+            )
 
 
-def _ienum(value: str, rest: str) -> Iterator[Fault]:
+def _ienum(value: str, rest: str) -> Iterator[ValueIssue]:
     allowed = rest.split(",")
     if value.upper() not in {one.upper() for one in allowed}:
-        yield error(f"{show(value)} is not known{_nearest(value, allowed)}", "", closest(value, allowed))
+        yield make_error(
+            f"{quote_value(value)} is not known{_nearest(value, allowed)}", "", closest_word(value, allowed)
+        )
 
 
-def _words(value: str, rest: str) -> Iterator[Fault]:
+def _words(value: str, rest: str) -> Iterator[ValueIssue]:
     allowed = {one.upper() for one in rest.split(",")}
     for word in value.removeprefix("^").split(","):
         if word.upper() not in allowed:
-            yield warning(f"{show(word)} is not known and is left out{_nearest(word, rest.split(','))}")
+            yield make_warning(
+                f"{quote_value(word)} is not known and is left out{_nearest(word, rest.split(','))}"
+            )
 
 
-def _level(value: str, rest: str) -> Iterator[Fault]:
+def _level(value: str, rest: str) -> Iterator[ValueIssue]:
     if value in _LEVELS:
         return
     if value.upper() in _LEVELS:
         upper = value.upper()
-        yield error(f"{show(value)} is ignored", f"; write {upper}, capitals count", upper)
+        yield make_error(f"{quote_value(value)} is ignored", f"; write {upper}, capitals count", upper)
     elif value.isdecimal():
-        yield note(f"{show(value)} is the old numbering, which may change; write one of {', '.join(_LEVELS)}")
+        yield make_note(
+            f"{quote_value(value)} is the old numbering, which may change; write one of {', '.join(_LEVELS)}"
+        )
     else:
         hint = _nearest(value, _LEVELS)
-        yield error(f"{show(value)} is not known and ignored{hint}", "", closest(value, _LEVELS))
+        yield make_error(
+            f"{quote_value(value)} is not known and ignored{hint}", "", closest_word(value, _LEVELS)
+        )
 
 
-def _cidr(value: str, rest: str) -> Iterator[Fault]:
+def _cidr(value: str, rest: str) -> Iterator[ValueIssue]:
     try:
         ipaddress.ip_network(value, strict=False)
     except ValueError:
-        yield error(f"{show(value)} is no network; write it as 10.0.0.0/16 or fd02::/16")
+        yield make_error(f"{quote_value(value)} is no network; write it as 10.0.0.0/16 or fd02::/16")
         return
     if "/" not in value:
         whole = f"{value}/16"
-        yield error(f"{show(value)} has no length of prefix", f"; write it as {whole}", whole)
+        yield make_error(f"{quote_value(value)} has no length of prefix", f"; write it as {whole}", whole)
 
 
-def _netdevs(value: str, rest: str) -> Iterator[Fault]:
+def _netdevs(value: str, rest: str) -> Iterator[ValueIssue]:
     if not re.fullmatch(r"AUTO|ALL|MAX:[1-9]\d*", value, re.I):
-        yield error(f"{show(value)} is not known; allowed: AUTO, ALL, MAX:n")
+        yield make_error(f"{quote_value(value)} is not known; allowed: AUTO, ALL, MAX:n")
 
 
-def _policies(value: str, rest: str) -> Iterator[Fault]:
+def _policies(value: str, rest: str) -> Iterator[ValueIssue]:
     names = ("DEFAULT", "EFFICIENCY", "ZERO")
     for word in value.split("|"):
         if word.upper() not in names and value not in ("0", "1", "2"):
-            yield error(f"{show(word)} is not known{_nearest(word, names)}")
+            yield make_error(f"{quote_value(word)} is not known{_nearest(word, names)}")
 
 
-def _address(value: str, rest: str) -> Iterator[Fault]:
+def _address(value: str, rest: str) -> Iterator[ValueIssue]:
     match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:\[\]]+):(\d{1,5})", value)
     if match is None or not 0 < int(match[1]) < 65536:
-        yield error(f"{show(value)} is no address; write host:port or [IPv6]:port")
+        yield make_error(f"{quote_value(value)} is no address; write host:port or [IPv6]:port")
 
 
-def _path(value: str, rest: str) -> Iterator[Fault]:
+def _path(value: str, rest: str) -> Iterator[ValueIssue]:
     if value.startswith("~"):
-        yield error(f"{show(value)}: ~ is not replaced here; write the whole path")
+        yield make_error(f"{quote_value(value)}: ~ is not replaced here; write the whole path")
 
 
-def _anything(value: str, rest: str) -> Iterator[Fault]:
+def _anything(value: str, rest: str) -> Iterator[ValueIssue]:
     return iter(())
 
 
-_KINDS: dict[str, Callable[[str, str], Iterator[Fault]]] = {
+_KINDS: dict[str, Callable[[str, str], Iterator[ValueIssue]]] = {
     "bool": _bool,
     "int": _int,
     "bytes": _bytes,
@@ -198,11 +210,11 @@ _KINDS: dict[str, Callable[[str, str], Iterator[Fault]]] = {
     "path": _path,
     "text": _anything,
 }
-KINDS = frozenset({*_KINDS, "algo", "proto", "devices", "interfaces"})
+VALUE_KINDS = frozenset({*_KINDS, "algo", "proto", "devices", "interfaces"})
 """What a rule may begin with."""
 
 
-def _inside(found: int, rest: str) -> bool:
+def _is_in_range(found: int, rest: str) -> bool:
     low, _, high = rest.partition("..")
     return (not low or found >= int(low)) and (not high or found <= int(high))
 
@@ -213,5 +225,5 @@ def _range(rest: str) -> str:
 
 
 def _nearest(word: str, allowed: Sequence[str]) -> str:
-    close = closest(word, allowed)
+    close = closest_word(word, allowed)
     return f"{f'; did you mean {close}?' if close else ';'} allowed: {', '.join(allowed)}"
