@@ -20,7 +20,7 @@ import harness
 
 from hpcrun.errors import HpcrunError
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
-from hpcrun.specs.rundir import create_run
+from hpcrun.specs.run_lookup import create_run
 
 if TYPE_CHECKING:
     from tests.lab.cluster import Lab

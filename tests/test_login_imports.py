@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpcrun.specs.load import load_job, render_job
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.shipped import shipped_file
 from tests.checkpoint.generations import save
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.errors import EXIT_CHECK_FAILED, SpecProblem, UsageError
-from hpcrun.specs.rundir import RunDir, find_run
+from hpcrun.specs.run_lookup import find_run
+from hpcrun.specs.rundir import RunDir
 
 if TYPE_CHECKING:
     from hpcrun.chaos.inject import InjectionTarget

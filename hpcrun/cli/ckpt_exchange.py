@@ -232,7 +232,7 @@ def _import_into_new_run(
 
     from hpcrun.specs.load import render_job
     from hpcrun.specs.records import write_atomically
-    from hpcrun.specs.rundir import new_run
+    from hpcrun.specs.run_lookup import new_run
 
     with new_run(resolved.spec.name) as made:
         done = read(made.checkpoints)

@@ -234,7 +234,7 @@ def _job_store(run: RunDir) -> tuple[str, str | None] | None:
 @contextmanager
 def _open_store(run: RunDir, url: str | None, endpoint: str | None) -> Iterator[ObjectStore]:
     """The store that was asked for, or the job's; UsageError without one."""
-    from hpcrun.checkpoint.objects.store import open_object_store
+    from hpcrun.checkpoint.objects.open_store import open_object_store
     from hpcrun.errors import UsageError
 
     if url is None:

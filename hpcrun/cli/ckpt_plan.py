@@ -54,7 +54,7 @@ def plan(
     """
     from hpcrun.specs.cluster import find_cluster
     from hpcrun.specs.load import load_job
-    from hpcrun.specs.rundir import all_runs, find_run
+    from hpcrun.specs.run_lookup import all_runs, find_run
     from hpcrun.submission.checkpoint_cost import parse_assumed_costs
     from hpcrun.submission.checkpoint_plan import CheckpointPlanRequest, plan_checkpoints
 

@@ -14,7 +14,8 @@ from hpcrun.cli.terminal import escape_control_characters, unescaped_stream
 from hpcrun.units import render_bytes
 
 if TYPE_CHECKING:
-    from hpcrun.specs.rundir import RunDir, RunUse
+    from hpcrun.specs.run_lookup import RunUse
+    from hpcrun.specs.rundir import RunDir
     from hpcrun.specs.saves import SavedCheckpoint
 
 SCHEMA_VERSION = 1
@@ -35,7 +36,8 @@ def find_run_or_directory(word: str, *, use: RunUse = "read") -> RunDir:
     from hpcrun.errors import UsageError
     from hpcrun.specs.branch import make_copy_independent
     from hpcrun.specs.owner import require_own_run
-    from hpcrun.specs.rundir import RunDir, find_run
+    from hpcrun.specs.run_lookup import find_run
+    from hpcrun.specs.rundir import RunDir
 
     try:
         place = Path(word).expanduser().resolve() if word.strip() else Path("/dev/null")

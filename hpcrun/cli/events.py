@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_SAVED, HpcrunError, UsageError
-from hpcrun.specs.rundir import RunDir, find_run, find_runs
+from hpcrun.specs.run_lookup import find_run, find_runs
+from hpcrun.specs.rundir import RunDir
 
 if TYPE_CHECKING:
     from hpcrun.runs.event_text import EventLine

@@ -11,7 +11,8 @@ import typer
 
 from hpcrun.errors import UsageError
 from hpcrun.files import check_output
-from hpcrun.specs.rundir import RunDir, find_runs
+from hpcrun.specs.run_lookup import find_runs
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.shipped import shipped_file
 
 SCHEMA_VERSION = 1

@@ -16,7 +16,8 @@ from hpcrun.cli.display import LineDisplay, format_short_duration
 from hpcrun.cli.terminal import escape_to_one_line, write_log
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, UsageError
 from hpcrun.runs import run_state
-from hpcrun.specs.rundir import RunDir, all_runs, find_run, find_runs, runs_roots
+from hpcrun.specs.run_lookup import all_runs, find_run, find_runs, runs_roots
+from hpcrun.specs.rundir import RunDir
 
 SCHEMA_VERSION = 1
 _MAX_QUICK_LEDGER_BYTES = 32 * 2**20

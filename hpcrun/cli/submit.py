@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, UsageError
-from hpcrun.specs.rundir import RunDir, find_run
+from hpcrun.specs.run_lookup import find_run
+from hpcrun.specs.rundir import RunDir
 
 SCHEMA_VERSION = 1
 TAKES_COMMAND = True

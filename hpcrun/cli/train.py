@@ -106,7 +106,7 @@ def _print_spec(
 ) -> None:
     from hpcrun.masking import Masker
     from hpcrun.specs.load import render_job
-    from hpcrun.specs.rundir import find_run
+    from hpcrun.specs.run_lookup import find_run
     from hpcrun.submission.prepare import prepare_job
 
     earlier = find_run(resume, use="plan") if resume is not None else None
@@ -142,7 +142,7 @@ def _supervise(
         from hpcrun.cli.display import make_display
         from hpcrun.launch.run_context import find_run_context
         from hpcrun.launch.supervisor import Supervisor
-        from hpcrun.specs.rundir import find_run
+        from hpcrun.specs.run_lookup import find_run
         from hpcrun.submission.prepare import prepare_job
 
         earlier = find_run(resume, use="act") if resume is not None else None

@@ -100,7 +100,7 @@ def uptake(
     as_json: _Json = False,
 ) -> None:
     """Which of a run's settings were taken up, by the lines of its logs; 1 where one was ignored."""
-    from hpcrun.specs.rundir import find_run
+    from hpcrun.specs.run_lookup import find_run
     from hpcrun.specs.settings import read_comm_settings
     from hpcrun.tuning.log.applied_settings import check_applied_settings
 

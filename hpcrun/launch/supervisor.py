@@ -43,7 +43,8 @@ from hpcrun.specs.load import render_job
 from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import JsonLineReader, write_atomically, write_json
-from hpcrun.specs.rundir import Attempt, RunDir, new_run
+from hpcrun.specs.run_lookup import new_run
+from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.submission.prepare import PreparedJob
 
 _POLL_S = 0.2

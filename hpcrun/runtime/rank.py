@@ -35,7 +35,8 @@ from hpcrun.specs import rank_error
 from hpcrun.specs.load import ResolvedJob, flatten_keys, load_run_job, render_job
 from hpcrun.specs.records import write_atomically, write_json
 from hpcrun.specs.reduced_plan import read_attempt_plan
-from hpcrun.specs.rundir import Attempt, RunDir, RunUse, find_run, new_run
+from hpcrun.specs.run_lookup import RunUse, find_run, new_run
+from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.submission.prepare import PreparedJob, prepare_job
 
 

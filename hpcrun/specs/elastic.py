@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from hpcrun.errors import SpecProblem
-
 if TYPE_CHECKING:
-    from hpcrun.specs.job import ParallelSpec
+    pass
 
 
 class ElasticSpec(BaseModel):
@@ -33,29 +31,3 @@ class ElasticSpec(BaseModel):
         """What the learning rate is multiplied by while a step has gbs sequences instead of all."""
         ratio = gbs / whole_gbs
         return {"keep": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr]
-
-
-def check_elastic(
-    elastic: ElasticSpec | None, parallel: ParallelSpec, command: list[str] | None
-) -> list[SpecProblem]:
-    """What of the section does not go together with the rest of the job."""
-    if elastic is None:
-        return []
-    if command is not None:
-        text = "stands beside command, whose batch only the command itself can share anew; leave one out"
-        return [SpecProblem("elastic", text)]
-    problems = []
-    dp = parallel.dp_replicate * parallel.dp_shard
-    if dp == 1:
-        text = "there is one replica, none can be spared; raise dp_replicate or dp_shard, or leave it out"
-        problems.append(SpecProblem("elastic", text))
-    elif elastic.min_replicas > dp:
-        text = f"{elastic.min_replicas} is more than the {dp} replicas of the job; use at most {dp}"
-        problems.append(SpecProblem("elastic.min_replicas", text))
-    if elastic.batch == "keep" and elastic.lr != "keep":
-        text = (
-            f"{elastic.lr} has nothing to follow, batch keep leaves the global batch as it is;"
-            " use batch shrink, or leave lr out"
-        )
-        problems.append(SpecProblem("elastic.lr", text))
-    return problems

@@ -14,7 +14,7 @@ from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.mesh import ParallelDegrees, partition_layers
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint, check_spare_replicas
 from hpcrun.specs.data import DataSpec
-from hpcrun.specs.elastic import check_elastic
+from hpcrun.specs.elastic_layout import check_elastic
 from hpcrun.specs.job import JobSpec, ParallelSpec, PipelineSchedule, TrainSpec
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.resources import ResourcesSpec

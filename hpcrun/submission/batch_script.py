@@ -22,7 +22,8 @@ from hpcrun.specs.cluster import ClusterSpec, ContainerSpec
 from hpcrun.specs.fields import set_variables, unset_variables
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.resources import RESERVED_OPTIONS, RetrySpec
-from hpcrun.specs.rundir import RunDir, runs_root
+from hpcrun.specs.run_lookup import runs_root
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.validation import problems_of_validation_error
 from hpcrun.units import parse_time
 

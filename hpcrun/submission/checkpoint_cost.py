@@ -15,7 +15,7 @@ from hpcrun.local_identity import expand_path
 from hpcrun.runs.history import LevelTiming, MeasuredCosts
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.cluster import ClusterSpec
-from hpcrun.specs.rundir import runs_root
+from hpcrun.specs.run_lookup import runs_root
 from hpcrun.units import parse_time
 
 _OTHER_COSTS = ("stall", "step", "restart")

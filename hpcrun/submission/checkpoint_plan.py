@@ -37,7 +37,8 @@ from hpcrun.runs.history import MeasuredCosts, count_run_failures, find_similar_
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob
-from hpcrun.specs.rundir import RunDir, runs_root
+from hpcrun.specs.run_lookup import runs_root
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.timing import FINAL_SAVE_MARGIN
 from hpcrun.submission.checkpoint_cost import (
     CheckpointCosts,

@@ -18,7 +18,8 @@ from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import ResolvedJob, load_job, load_run_job
 from hpcrun.specs.plan import Plan
-from hpcrun.specs.rundir import RunDir, runs_root
+from hpcrun.specs.run_lookup import runs_root
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.specs.secrets import check_secret_files
 from hpcrun.submission.launch_checks import check_run_root

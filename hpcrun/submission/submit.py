@@ -40,7 +40,8 @@ from hpcrun.specs.provenance import (
     write_provenance,
 )
 from hpcrun.specs.records import write_atomically
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import write_sweep
 from hpcrun.submission.dependencies import NoteCallback
 from hpcrun.submission.request import PreparedSubmission, SubmissionRequest

@@ -15,7 +15,8 @@ from pathlib import Path
 from hpcrun.errors import UsageError
 from hpcrun.files import OwnedDirectory, read_filesystem_clock
 from hpcrun.runs.run_lock import is_supervisor_alive_here
-from hpcrun.specs.rundir import RunDir, runs_roots
+from hpcrun.specs.run_lookup import runs_roots
+from hpcrun.specs.rundir import RunDir
 
 _STALE_S = 86400.0
 _IDENTITY = r"-([0-9a-f]{8})"

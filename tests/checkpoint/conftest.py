@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hpcrun.checkpoint.objects.store import ObjectStore, RetryPolicy, open_object_store
+from hpcrun.checkpoint.objects.open_store import open_object_store
+from hpcrun.checkpoint.objects.store import ObjectStore, RetryPolicy
 from tests.checkpoint.object_store import CREDENTIALS, Bucket, new_bucket, serving
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from hpcrun.checkpoint.objects.store import open_object_store
+from hpcrun.checkpoint.objects.open_store import open_object_store
 from hpcrun.checkpoint.objects.upload import upload_save
 from hpcrun.specs.saves import resumable_checkpoints
 

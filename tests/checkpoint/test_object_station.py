@@ -15,7 +15,8 @@ from hpcrun.checkpoint.levels import GenerationId, NodeShards, SealedPart
 from hpcrun.checkpoint.objects.catalogue import list_generation_copies
 from hpcrun.checkpoint.objects.download import find_copy_damages
 from hpcrun.checkpoint.objects.object_tier import ObjectTier
-from hpcrun.checkpoint.objects.store import ObjectStore, RetryPolicy, open_object_store
+from hpcrun.checkpoint.objects.open_store import open_object_store
+from hpcrun.checkpoint.objects.store import ObjectStore, RetryPolicy
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint

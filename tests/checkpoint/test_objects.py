@@ -32,7 +32,8 @@ from hpcrun.checkpoint.objects.download import (
     find_copy_damages,
     find_whole_save,
 )
-from hpcrun.checkpoint.objects.store import ListedObject, ObjectStore, RetryPolicy, open_object_store
+from hpcrun.checkpoint.objects.open_store import open_object_store
+from hpcrun.checkpoint.objects.store import ListedObject, ObjectStore, RetryPolicy
 from hpcrun.checkpoint.objects.upload import UploadResult, upload_save
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints, render_commit_record

@@ -17,7 +17,8 @@ from hpcrun.errors import EXIT_USAGE, SiteError
 from hpcrun.hydra import find_mpiexec
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 JOB = """\

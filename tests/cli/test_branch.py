@@ -21,7 +21,8 @@ from hpcrun.runs.run_state import read_run_state, read_run_states
 from hpcrun.specs.identity import DirectoryLocation, read_run_identity
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run, find_run
+from hpcrun.specs.run_lookup import create_run, find_run
+from hpcrun.specs.rundir import RunDir
 
 HERE = os.uname().nodename
 ORIGIN = Provenance("command", "r", 1, 10, 1.0, "me", "login", "/", ["hpcrun"], "0.1", "3.11")

@@ -14,7 +14,8 @@ from hpcrun.cli.main import main
 from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 
 Capture = pytest.CaptureFixture[str]
 

@@ -13,7 +13,8 @@ from hpcrun.cli.ckpt import app
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import read_saved_checkpoints
 from hpcrun.specs.shipped import shipped_file
 from tests.checkpoint.generations import save

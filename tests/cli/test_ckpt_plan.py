@@ -14,7 +14,7 @@ from hpcrun.cli.ckpt import app
 from hpcrun.errors import UsageError
 from hpcrun.formulas import model_parameters
 from hpcrun.specs.load import load_job
-from hpcrun.specs.rundir import create_run
+from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.shipped import shipped_file
 from tests.launch.test_history import write
 from tests.launch.test_ledger import undisturbed

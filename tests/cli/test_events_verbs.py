@@ -18,7 +18,8 @@ import pytest
 from hpcrun import process
 from hpcrun.cli.main import main
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 
 Capture = pytest.CaptureFixture[str]
 T0 = 1_700_000_000.0

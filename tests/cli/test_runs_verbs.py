@@ -15,7 +15,8 @@ from hpcrun import process
 from hpcrun.cli.main import main
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 
 Capture = pytest.CaptureFixture[str]
 

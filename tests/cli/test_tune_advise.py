@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 from hpcrun.cli.submit import app as submit_app
 from hpcrun.cli.tune import app
 from hpcrun.errors import HpcrunError, UsageError
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.settings import CommSetting, CommSettings, write_comm_settings
 
 PROFILE = "name: c\nnetwork: {interface: ib0, hcas: [mlx5_0], fabric: roce-spectrum}\n"

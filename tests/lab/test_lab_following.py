@@ -14,7 +14,8 @@ from hpcrun import process
 from hpcrun.runs.run_state import read_run_state
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from tests.lab.cluster import Lab
 
 Call = Callable[..., process.CompletedCommand]

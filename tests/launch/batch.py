@@ -22,7 +22,8 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
 from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.records import read_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 
 ROOT = Path(__file__).parents[2]
 SRUN = """\

@@ -36,7 +36,8 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_job
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import read_json, read_json_lines, write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
 

@@ -19,7 +19,8 @@ from hpcrun.runs.control import SaveRequest, request_save, request_stop, wait_fo
 from hpcrun.runs.follow import PollIntervals
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 
 AT_ONCE = PollIntervals(records=0.01, slurm=0.01, slurm_max=0.01, believe=0.0)
 

@@ -30,7 +30,8 @@ from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Binding, BoundBy, Placement, read_placement, write_placement
 from hpcrun.specs.records import read_json
-from hpcrun.specs.rundir import Attempt, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.settings import CommSettings
 from tests.fabric.test_host import Tree
 

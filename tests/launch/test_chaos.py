@@ -27,7 +27,8 @@ from hpcrun.mesh import ParallelDegrees
 from hpcrun.runs.event_text import format_events
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import read_json, read_json_lines, write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from tests.launch.conftest import Recorder, Site
 
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ from hpcrun.launch.run_context import RunContext
 from hpcrun.slurm.allocation import Allocation, JobDisposition
 from hpcrun.specs.load import load_job
 from hpcrun.specs.records import read_json
-from hpcrun.specs.rundir import create_run
+from hpcrun.specs.run_lookup import create_run
 
 
 def pace_of(*lines: Mapping[str, object]) -> SaveDurations:

@@ -18,7 +18,8 @@ from hpcrun.mesh import ParallelDegrees
 from hpcrun.runs.heartbeat_age import HeartbeatAgeFile, read_heartbeat_ages
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_exporter import Exporter, read_run_metrics
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
 from tests.launch.test_tally import three_attempts, write

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fsspec", reason="pip install 'hpcrun-slurm[s3]'")
 
 from hpcrun.checkpoint.objects.catalogue import list_whole_copies
-from hpcrun.checkpoint.objects.store import open_object_store
+from hpcrun.checkpoint.objects.open_store import open_object_store
 from hpcrun.checkpoint.objects.upload import upload_save
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents.local_node import LocalNode

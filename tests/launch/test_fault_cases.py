@@ -21,7 +21,8 @@ from hpcrun.runs.lease import Leadership
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.records import read_json, write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.conftest import LIMITS, Recorder, Site
 

@@ -20,7 +20,7 @@ from hpcrun.errors import FunctionError, HpcrunError, SiteError, SpecError, Usag
 from hpcrun.runs.control import request_save
 from hpcrun.runs.run_state import read_run_state
 from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.rundir import all_runs
+from hpcrun.specs.run_lookup import all_runs
 from hpcrun.submission.functions import FunctionJob
 from hpcrun.submission.request import SubmissionRequest
 from hpcrun.submission.submit import submit_job

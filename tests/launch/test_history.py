@@ -19,7 +19,8 @@ from hpcrun.runs.history import (
 from hpcrun.runs.timeline import build_timelines
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.placement import Placement, write_placement
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.shipped import shipped_file
 from tests.launch.test_ledger import Run, relaunched, requeued, undisturbed
 

@@ -14,7 +14,8 @@ import pytest
 
 from hpcrun import process
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.hooks import Hooks, StateChanges
 from tests.launch.test_ledger import Run
 

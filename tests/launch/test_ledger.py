@@ -13,7 +13,7 @@ import pytest
 
 from hpcrun.runs.ledger import LEDGER_BUCKETS, GoodputLedger, compute_ledger, read_ledger, sum_ledgers
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import create_run
+from hpcrun.specs.run_lookup import create_run
 from hpcrun.telemetry.run_counters import RunCounters
 
 Record = dict[str, Any]

@@ -17,7 +17,8 @@ from hpcrun.errors import UsageError
 from hpcrun.runs.postmortem import PostmortemArchive, write_postmortem
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 
 IN_FILE = "a-very-secret-value"
 IN_ENV = "pa$$ 'word' of mine"

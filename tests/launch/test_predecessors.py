@@ -22,7 +22,8 @@ from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.predecessors import write_predecessors
 from hpcrun.specs.provenance import SubmissionRecord, count_attempts, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import write_sweep
 from tests.slurm.fakes import Fake, calls, stand_ins
 

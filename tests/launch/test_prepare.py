@@ -12,7 +12,8 @@ from hpcrun.checkpoint.policy.capacity import plan_save_storage_in_time
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.specs.load import render_job
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
 from tests.checkpoint.lustre_stand_in import Emulated, ost
 from tests.launch.conftest import Site

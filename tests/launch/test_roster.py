@@ -12,7 +12,7 @@ from hpcrun.launch.node_pool import NodePool
 from hpcrun.launch.run_context import RunContext
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.load import parse_job
-from hpcrun.specs.rundir import create_run
+from hpcrun.specs.run_lookup import create_run
 from hpcrun.submission.prepare import PreparedJob
 
 NAMES = ("a", "b", "c", "d")

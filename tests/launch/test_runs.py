@@ -27,7 +27,8 @@ from hpcrun.runs.run_state import (
 )
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, all_runs, create_run, find_run, runs_root, runs_roots
+from hpcrun.specs.run_lookup import all_runs, create_run, find_run, runs_root, runs_roots
+from hpcrun.specs.rundir import RunDir
 
 SUBMITTED = 1000.0
 AT_ONCE = PollIntervals(records=0.01, slurm=0.01, slurm_max=0.01, believe=0.0)

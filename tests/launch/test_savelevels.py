@@ -16,7 +16,8 @@ from hpcrun.runs.checkpoint_stats import CheckpointStats, parse_checkpoint_stats
 from hpcrun.runs.describe import describe_run
 from hpcrun.runs.event_text import format_events
 from hpcrun.runs.timeline import build_timelines
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
 from hpcrun.telemetry.run_counters import RunCounters, RunCountersReader
 from hpcrun.telemetry.trackers import ScalarReader, record_scalars

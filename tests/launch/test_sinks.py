@@ -14,7 +14,8 @@ import pytest
 
 from hpcrun.specs.branch import make_copy_independent
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.shared_files import SharedFile
 from hpcrun.telemetry.trackers import ScalarReader, TensorBoard, Wandb, record_scalars
 

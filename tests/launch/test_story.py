@@ -13,7 +13,8 @@ from hpcrun.errors import UsageError
 from hpcrun.runs.event_text import EventFormatter, EventLine, follow_events, format_events
 from hpcrun.runs.follow import PollIntervals
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 
 Record = dict[str, Any]
 T0 = 1_800_000_000.0

@@ -31,7 +31,8 @@ from hpcrun.specs.placement import Placement
 from hpcrun.specs.predecessors import Predecessors, read_predecessors
 from hpcrun.specs.provenance import read_provenance, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import read_sweep
 from hpcrun.submission import request as requests
 from hpcrun.submission.prepare import prepare_job

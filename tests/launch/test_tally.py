@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hpcrun.specs.records import JsonLineReader
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, metric_samples
 from hpcrun.telemetry.run_counters import BADPUT_BUCKETS, RunCounters, RunCountersReader
 from tests.launch.test_ledger import RUNS, Record, Run

@@ -16,7 +16,8 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import render_job
 from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.provenance import write_provenance
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import write_sweep
 
 Capture = pytest.CaptureFixture[str]

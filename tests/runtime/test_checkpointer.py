@@ -19,7 +19,7 @@ from hpcrun.checkpoint.generation import GenerationReader  # noqa: E402
 from hpcrun.errors import UsageError  # noqa: E402
 from hpcrun.specs.job import JobSpec  # noqa: E402
 from hpcrun.specs.load import render_job  # noqa: E402
-from hpcrun.specs.rundir import create_run  # noqa: E402
+from hpcrun.specs.run_lookup import create_run  # noqa: E402
 from hpcrun.specs.saves import resumable_checkpoints  # noqa: E402
 
 ROOT = Path(__file__).parents[2]

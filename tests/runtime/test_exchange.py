@@ -31,7 +31,8 @@ from hpcrun.runtime.resharding import fill_from_chunks
 from hpcrun.runtime.sharded_model import state_shapes
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.records import read_json_lines
-from hpcrun.specs.rundir import RunDir, create_run, find_run
+from hpcrun.specs.run_lookup import create_run, find_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import SavedCheckpoint, resumable_checkpoints
 from tests.checkpoint.injuries import flip
 from tests.checkpoint.test_repair import chunk_at

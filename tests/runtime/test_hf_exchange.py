@@ -25,7 +25,7 @@ from hpcrun.runtime.model import parameter_shapes
 from hpcrun.specs.base_model import read_base_model
 from hpcrun.specs.load import load_job
 from hpcrun.specs.model import ModelSpec, make_hf_config
-from hpcrun.specs.rundir import create_run, find_run
+from hpcrun.specs.run_lookup import create_run, find_run
 from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.submission.prepare import check_job_inputs
 from tests.runtime.test_exchange import job, read_all, refused, told

@@ -19,7 +19,7 @@ from hpcrun.runtime.parallel import LocalParameter
 from hpcrun.runtime.sharded_model import state_shapes
 from hpcrun.specs.job import TrainSpec
 from hpcrun.specs.load import load_job, render_job
-from hpcrun.specs.rundir import create_run
+from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.saves import resumable_checkpoints
 
 JOB = """

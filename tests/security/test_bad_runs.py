@@ -16,7 +16,8 @@ from hpcrun.runs.history import count_run_failures, find_similar_runs, measure_r
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, all_runs, create_run
+from hpcrun.specs.run_lookup import all_runs, create_run
+from hpcrun.specs.rundir import RunDir
 
 T0 = 1_700_000_000.0
 MOMENT_S = 20

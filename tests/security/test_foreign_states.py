@@ -21,7 +21,8 @@ from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import flatten_keys, load_job
 from hpcrun.specs.portable import PORTABLE_KEYS, portable_part
 from hpcrun.specs.resolve import default_job_values
-from hpcrun.specs.rundir import RunDir, find_run
+from hpcrun.specs.run_lookup import find_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import SavedCheckpoint, parse_commit_record, render_commit_record
 from hpcrun.specs.yaml import render_yaml
 from tests.runtime.test_exchange import dcp_of, job, refused, run, saved_run, told

@@ -45,7 +45,7 @@ SECRET, RUN = "a" * 64, "run-1"
 MESSAGES = 10_000
 
 LISTENERS = {
-    "listeners.py": "TCP, for others of the run: agents (wire.py), drain workers (peers.py), trials (trial.py)",
+    "listeners.py": "TCP, for others of a run: agents (connection.py), workers (peers.py), connection tests",
     "checkpoint/flush/json_lines.py": "Unix socket in the arena, for the ranks of a node",
     "launch/watch/progress_listener.py": "abstract Unix socket, for the progress of a node's ranks",
     "telemetry/prometheus_exporter.py": "HTTP, /metrics",

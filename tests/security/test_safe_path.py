@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hpcrun.process import python_path
-from hpcrun.specs.rundir import find_run
+from hpcrun.specs.run_lookup import find_run
 
 PACKAGE = Path(__file__).parents[2] / "hpcrun"
 NAMES = (

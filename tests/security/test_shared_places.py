@@ -25,7 +25,7 @@ from hpcrun.checkpoint.flush.local_tier import LocalTier
 from hpcrun.checkpoint.flush.stale_memory import clean_up_stale_memory
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.levels import InventoryEntry
-from hpcrun.checkpoint.objects.store import open_object_store
+from hpcrun.checkpoint.objects.open_store import open_object_store
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
 from hpcrun.checkpoint.restore.sources import NodeCopy
@@ -36,7 +36,8 @@ from hpcrun.shm_segments import remove_segments, stale_segments
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.identity import directory_digest
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_exporter import Exporter
 from tests.checkpoint.loads import load_of
 from tests.checkpoint.workers import Host

@@ -13,7 +13,8 @@ import pytest
 from hpcrun.cli.main import main
 from hpcrun.cli.terminal import escape_control_characters, escape_log_text, escape_to_one_line
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, create_run
+from hpcrun.specs.run_lookup import create_run
+from hpcrun.specs.rundir import RunDir
 
 NASTY = (
     "\x1b[2J\x1b[H", "\x1b]0;title\x07", "\x1b]52;c;aGk=\x07",

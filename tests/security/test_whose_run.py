@@ -14,7 +14,8 @@ from hpcrun.specs import owner
 from hpcrun.specs.identity import RunIdentity
 from hpcrun.specs.owner import is_private_directory
 from hpcrun.specs.records import write_json
-from hpcrun.specs.rundir import RunDir, all_runs, create_run, find_run
+from hpcrun.specs.run_lookup import all_runs, create_run, find_run
+from hpcrun.specs.rundir import RunDir
 from tests.security.users import ATTACKER, ROOT, VICTIM, as_user, in_namespace, needs_root
 
 Capture = pytest.CaptureFixture[str]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpcrun.checkpoint.flush.tiers import TierContext
+from hpcrun.checkpoint.flush.tier_context import TierContext
 from hpcrun.checkpoint.levels import InventoryEntry
 from hpcrun.checkpoint.parity.parity_tier import ParityTier
 from hpcrun.checkpoint.parity.peers import PartServer, PeerClient, PeerCredentials, PeerServer

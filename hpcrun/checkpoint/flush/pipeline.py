@@ -21,7 +21,7 @@ from typing import Any
 from hpcrun.checkpoint.flush.arena import Arena, ArenaSlot
 from hpcrun.checkpoint.flush.stall_watch import StallWatch
 from hpcrun.checkpoint.flush.throttle import Throttle
-from hpcrun.checkpoint.flush.tiers import SupportsAbandon, UsesNodeMemory
+from hpcrun.checkpoint.flush.tier_context import SupportsAbandon, UsesNodeMemory
 from hpcrun.checkpoint.format import PART_ALIGN, Part, align_size
 from hpcrun.checkpoint.levels import (
     CHECKPOINT_LEVELS,

@@ -2,130 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-from pydantic import ValidationError
+from collections.abc import Callable, Sequence
 
 from hpcrun.checkpoint.flush.durable_tier import DurableTier
 from hpcrun.checkpoint.flush.local_tier import LocalTier
-from hpcrun.checkpoint.flush.stall_watch import StallWatch
-from hpcrun.checkpoint.flush.throttle import Throttle
-from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, InventoryEntry, Tier
+from hpcrun.checkpoint.flush.peer_service import PeerService
+from hpcrun.checkpoint.flush.tier_context import (
+    PeerServiceProtocol,
+    TierContext,
+)
+from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, Tier
 from hpcrun.checkpoint.lustre.storage import CheckpointStorage
 from hpcrun.checkpoint.objects.object_tier import ObjectTier
-from hpcrun.specs.checkpoint import CheckpointSpec
-from hpcrun.specs.rundir import RunDir
-
-
-@dataclass(frozen=True)
-class TierContext:
-    """Everything that a station may need to know."""
-
-    run: RunDir
-    node: str
-    """By the agent's name."""
-    spec: CheckpointSpec
-    attempt: int
-    arena: Path
-    """The folder of this node's arena; a station's own files in it begin with the name of its level."""
-    set: tuple[str, ...] | None = None
-    """The nodes of this node's erasure set, in order."""
-    parity: int = 0
-    """How many of them may be lost."""
-    peers: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Where the workers of other nodes listen."""
-    secret: bytes = b""
-    """Of the run: what those who talk to each other prove to know."""
-    hurry: threading.Event = field(default_factory=threading.Event)
-    """Set when the attempt is over: nobody is waited for any more."""
-    throttle: Throttle = field(default_factory=Throttle)
-    """Of this worker: what has to be kept to between writes."""
-    watch: StallWatch = field(default_factory=StallWatch)
-    """Of this worker: what its storing is at."""
-    address: str = ""
-    """Of this node, where its worker listens for the others; empty: it does not."""
-    say: Callable[[str], None] = lambda text: None
-    """Tells the host a line that is worth a person's attention."""
-    peer_service: PeerServiceProtocol | None = None
-    """This worker's own side of the talk between nodes."""
-
-    def on_write(self, count: int) -> None:
-        """A station has written something: it gets on, and may have to rest."""
-        self.watch.note_progress()
-        self.throttle.rest(count)
-
-
-def parse_tier_context(told: Mapping[str, Any], arena: Path) -> TierContext:
-    """From the host's order `configure`; ValueError where it makes no sense."""
-    try:
-        return TierContext(
-            RunDir(Path(told["run"])),
-            str(told["node"]),
-            CheckpointSpec.model_validate(told["spec"]),
-            int(told["attempt"]),
-            arena,
-            None if told.get("set") is None else tuple(told["set"]),
-            int(told.get("parity", 0)),
-            {node: (str(one[0]), int(one[1])) for node, one in told.get("peers", {}).items()},
-            bytes.fromhex(told.get("secret", "")),
-            address=str(told.get("address") or ""),
-        )
-    except (KeyError, TypeError, ValidationError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
-
-
-@runtime_checkable
-class SupportsAbandon(Protocol):
-    """A station where other nodes wait for this one's parts."""
-
-    def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
-        """Tell them that these parts will not come."""
-
-
-@runtime_checkable
-class UsesNodeMemory(Protocol):
-    """A station that keeps something in the memory of this node, beside the slots."""
-
-    def memory_bytes(self, block_bytes: int) -> int:
-        """How much at most, where the ranks of the node write so much."""
-
-
-@runtime_checkable
-class SupportsWriteProbe(Protocol):
-    """A station that can be tried before there is anything to store."""
-
-    def prove(self) -> None:
-        """Write and remove next to nothing where saves will go; OSError or SiteError where that fails."""
-
-
-class PeerServiceProtocol(Protocol):
-    """Answers other nodes' workers, and fetches from them; it has threads of its own."""
-
-    address: str
-    port: int
-
-    def reconfigure(self, around: TierContext) -> None:
-        """The set, the peers or the attempt are others now."""
-
-    def tier(self, around: TierContext) -> Tier | None:
-        """The station that keeps parity, where this node is in a set; SiteError where it cannot."""
-
-    def rebuild(self, order: Mapping[str, Any]) -> InventoryEntry:
-        """Make again what an order `rebuild` asks for; OSError or SiteError where it cannot be made."""
-
-    def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
-        """What another node answers; SiteError where it does not, or says no."""
-
-    def read(self, node: str, request: dict[str, Any], into: memoryview) -> None:
-        """Fill a buffer with what another node was asked for; SiteError unless it gets all of it."""
-
-    def close(self) -> None:
-        """Listen no more."""
-
 
 TierFactory = Callable[[TierContext], Tier | None]
 """None where the job does not ask for this level. OSError or SiteError where the node cannot have it."""
@@ -178,8 +66,6 @@ def _make_object_tier(around: TierContext) -> Tier | None:
 def _open_peer_service(
     around: TierContext, holdings: Callable[[], Sequence[InventoryEntry]]
 ) -> PeerServiceProtocol:
-    from hpcrun.checkpoint.flush.peer_service import PeerService  # which itself knows of surroundings
-
     return PeerService(around, holdings)
 
 

@@ -38,13 +38,13 @@ from hpcrun.checkpoint.flush.json_lines import JsonLineStream, listen_unix_socke
 from hpcrun.checkpoint.flush.pipeline import FlushPipeline
 from hpcrun.checkpoint.flush.rank_requests import RankRequestHandler
 from hpcrun.checkpoint.flush.spare_replicas import SpareReplicaStore
-from hpcrun.checkpoint.flush.tiers import (
-    OpenPeerService,
+from hpcrun.checkpoint.flush.tier_context import (
     PeerServiceProtocol,
+    SupportsWriteProbe,
     TierContext,
-    TierFactory,
     parse_tier_context,
 )
+from hpcrun.checkpoint.flush.tiers import OpenPeerService, TierFactory
 from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, Tier
 from hpcrun.checkpoint.parity.blocks import list_parity_entries
 from hpcrun.checkpoint.part_check import DamagedPart, exclude_damaged_parts, find_damaged_parts
@@ -280,7 +280,7 @@ class CheckpointWorker:
         """In a thread of its own: whether saves can get to each level, before there are any."""
         problems: dict[str, str] = {}
         for level, station in found.items():
-            if isinstance(station, tiers.SupportsWriteProbe):
+            if isinstance(station, SupportsWriteProbe):
                 try:
                     station.prove()
                 except (OSError, SiteError) as error:

@@ -26,7 +26,8 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import MANIFEST_NAME, PART_ALIGN, DamagedError, data_file_name
 from hpcrun.checkpoint.levels import GenerationId
-from hpcrun.checkpoint.objects.store import ListedObject, ObjectStore, open_object_store
+from hpcrun.checkpoint.objects.open_store import open_object_store
+from hpcrun.checkpoint.objects.store import ListedObject, ObjectStore
 from hpcrun.errors import UsageError
 from hpcrun.specs.descent import lineage_order, select_lineage
 from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, UnreadableCheckpoint, parse_commit_record

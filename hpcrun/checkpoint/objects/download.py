@@ -25,7 +25,8 @@ from hpcrun.checkpoint.objects.catalogue import (
     run_in_parallel,
     stream_object,
 )
-from hpcrun.checkpoint.objects.store import TRANSFER_BYTES, ObjectStore, open_object_store
+from hpcrun.checkpoint.objects.open_store import open_object_store
+from hpcrun.checkpoint.objects.store import TRANSFER_BYTES, ObjectStore
 from hpcrun.checkpoint.part_writer import write_synced_file
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import sync_directory

@@ -16,7 +16,8 @@ from typing import Any
 from hpcrun.checkpoint.format import MANIFEST_NAME, data_file_name
 from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, NodeShards
 from hpcrun.checkpoint.objects.catalogue import prune_object_copies, run_key_prefix
-from hpcrun.checkpoint.objects.store import RetryPolicy, open_object_store
+from hpcrun.checkpoint.objects.open_store import open_object_store
+from hpcrun.checkpoint.objects.store import RetryPolicy
 from hpcrun.checkpoint.objects.upload import (
     COMMIT_POLL_S,
     FileSource,

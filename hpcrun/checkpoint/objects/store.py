@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
-from hpcrun.errors import SiteError, UsageError
+from hpcrun.errors import SiteError
 from hpcrun.files import make_directories
 
 TRANSFER_BYTES = 16 << 20
@@ -41,7 +40,6 @@ _TRANSIENT_ERRNOS = {
 }
 _DIRECTORY_SCHEMES = ("file", "local")
 """Schemes of stores that are directories."""
-_EXTRAS = {"s3": "hpcrun-slurm[s3]", "s3a": "hpcrun-slurm[s3]"}
 
 
 class ListedObject(NamedTuple):
@@ -50,6 +48,10 @@ class ListedObject(NamedTuple):
     size_bytes: int
     changed: float | None
     """When it came, seconds since 1970; None where the store does not tell."""
+
+
+PACKAGE_EXTRAS = {"s3": "hpcrun-slurm[s3]", "s3a": "hpcrun-slurm[s3]"}
+"""What has to be installed for a scheme."""
 
 
 @dataclass(frozen=True)
@@ -66,29 +68,6 @@ class RetryPolicy:
         """Doubled each time, and spread, so that the nodes of a job do not come back all at once."""
         longest = min(self.longest_pause_s, self.first_pause_s * 2 ** (tried - 1))
         return random.uniform(longest / 2, longest)
-
-
-def open_object_store(
-    url: str, endpoint: str | None = None, patience: RetryPolicy | None = None
-) -> ObjectStore:
-    """The store under a URL; UsageError for a URL that is none, SiteError when it cannot be used at all."""
-    scheme, _, rest = url.partition("://")
-    if not rest or not scheme.isalnum():
-        raise UsageError(f"{url}: is no URL of an object store; write s3://BUCKET/PREFIX")
-    for one in (url, endpoint or ""):
-        if "@" in urlsplit(one).netloc or "?" in one:
-            raise UsageError(
-                "the URL of the object store holds a user, a password or a query; credentials belong into"
-                " the environment (AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) or"
-                " ~/.aws/credentials"
-            )
-    if any(part in (".", "..") for part in rest.split("/")):
-        raise UsageError(f"{url}: a URL of an object store has no `.` or `..` in it")
-    if scheme in _EXTRAS:
-        from hpcrun.checkpoint.objects.s3 import S3ObjectStore
-
-        return S3ObjectStore(url.rstrip("/"), endpoint, patience or RetryPolicy())
-    return ObjectStore(url.rstrip("/"), endpoint, patience or RetryPolicy())
 
 
 class ObjectStore:
@@ -178,8 +157,8 @@ class ObjectStore:
             fsspec = importlib.import_module("fsspec")
             return fsspec.filesystem(self._scheme, **self._options())
         except (ImportError, ValueError) as error:
-            of_all = _EXTRAS["s3"] if getattr(error, "name", None) == "fsspec" else None
-            extra = _EXTRAS.get(self._scheme, of_all)
+            of_all = PACKAGE_EXTRAS["s3"] if getattr(error, "name", None) == "fsspec" else None
+            extra = PACKAGE_EXTRAS.get(self._scheme, of_all)
             remedy = f"pip install '{extra}'" if extra else "see fsspec's list of protocols for its package"
             raise SiteError(
                 f"{self._scheme}:// needs a package that is not installed ({error}): {remedy}"
