@@ -18,6 +18,11 @@ ROOT = Path(__file__).parents[2]
 VICTIM, ATTACKER = 51_001, 51_002
 """Users that need no entry in passwd."""
 _CLONE_NEWNS = 0x20000
+_MS_BIND, _MS_REC = 0x1000, 0x4000
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NEEDED = dict.fromkeys(Path(one).resolve() for one in (ROOT, sys.prefix, sys.base_prefix))
+_PLACES = [place for place in _NEEDED if not _NEEDED.keys() & set(place.parents)]
+"""What the bodies need, wherever it lies."""
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="two users and mount namespaces; run as root")
 
@@ -79,11 +84,11 @@ def _mount(*argv: str) -> None:
 
 
 def _mount_apart() -> None:
-    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNS):
+    if _LIBC.unshare(_CLONE_NEWNS):
         raise OSError(ctypes.get_errno(), "unshare")
     _mount("--make-rprivate", "/")
     closed: dict[Path, list[Path]] = {}
-    for place in dict.fromkeys(Path(one).resolve() for one in (ROOT, sys.prefix, sys.base_prefix)):
+    for place in _PLACES:
         shut = [one for one in reversed(place.parents) if not one.stat().st_mode & 0o001]
         if shut:
             closed.setdefault(shut[0], []).append(place)
@@ -99,5 +104,14 @@ def _mount_apart() -> None:
             _mount("--bind", str(aside), str(place))
             subprocess.run(["umount", str(aside)], check=True)
             aside.rmdir()
-    for shared in ("/dev/shm", "/tmp"):
-        _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", shared)
+    for shared in (Path("/dev/shm"), Path("/tmp")):
+        hidden = [place for place in _PLACES if place.is_relative_to(shared)]
+        held = [(os.open(place, os.O_PATH), place) for place in hidden]
+        _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(shared))
+        for descriptor, place in held:
+            place.mkdir(parents=True)
+            # Its name leads to nothing any more; the kernel still knows what the descriptor stands for.
+            source = f"/proc/self/fd/{descriptor}".encode()
+            if _LIBC.mount(source, str(place).encode(), None, _MS_BIND | _MS_REC, None):
+                raise OSError(ctypes.get_errno(), "mount", str(place))
+            os.close(descriptor)
