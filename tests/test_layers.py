@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,15 @@ RESTRICTED = {
     "numpy": {"runtime", "bench", "checkpoint", "planner"},
 }
 DEFERRED_ONLY = {("numpy", "checkpoint"), ("numpy", "planner")}
+
+FOLDERS = {
+    "checkpoint": (("parity", "objects", "lustre"), ("flush", "policy"), ("restore",)),
+    "launch": (("watch", "failover"), ("agents",), ("checkpointing",)),
+    "tuning": (("registry", "model"), ("lint", "log"), ("policy",), ("host",)),
+}
+"""Folders inside a room from the ground up; what stands beside them may use them, and they it."""
+SHARE = 0.2
+"""Of the package's lines, what one room may have at most."""
 
 Import = tuple[int, str, bool]
 """Line, dotted name, and whether it stands inside a function."""
@@ -155,3 +165,63 @@ def test_imports_go_strictly_down() -> None:
         for offence in offences(path.read_text(encoding="utf-8"), str(path.relative_to(PACKAGE)))
     ]
     assert not found, "\n".join(found)
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(("hpcrun", *path.relative_to(PACKAGE).with_suffix("").parts))
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Which module takes something from which; those for types alone and inside functions as well."""
+    known = modules()
+    graph = dict[str, set[str]]()
+    for name, path in known.items():
+        if name == "hpcrun":  # the face takes what it shows on first use
+            continue
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        taken = (dotted for _, dotted, _ in imports(ast.parse(path.read_text(encoding="utf-8")), package))
+        targets = {dotted if dotted in known else dotted.rpartition(".")[0] for dotted in taken}
+        graph[name] = {target for target in targets if target in known and target != "hpcrun"} - {name}
+    return graph
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    try:
+        graphlib.TopologicalSorter(import_graph()).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_folders_of_a_room_have_an_order() -> None:
+    heights = {
+        f"hpcrun.{room}.{folder}": height
+        for room, levels in FOLDERS.items()
+        for height, level in enumerate(levels)
+        for folder in level
+    }
+    folders = {".".join(name.split(".")[:3]) for name in modules() if name.count(".") > 2}
+    assert folders == heights.keys()
+    wrong = []
+    for name, targets in import_graph().items():
+        mine = ".".join(name.split(".")[:3])
+        for target in targets:
+            its = ".".join(target.split(".")[:3])
+            is_inside = its != mine and its.rpartition(".")[0] == mine.rpartition(".")[0]
+            if is_inside and {mine, its} <= heights.keys() and heights[its] >= heights[mine]:
+                wrong.append(f"{name} takes from {target}, which stands no lower")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_room_is_most_of_the_house() -> None:
+    lines: dict[str, int] = {}
+    for name, path in modules().items():
+        room = name.split(".")[1] if "." in name else FACE
+        lines[room] = lines.get(room, 0) + len(path.read_text(encoding="utf-8").splitlines())
+    total = sum(lines.values())
+    large = {room: count for room, count in lines.items() if count > SHARE * total}
+    assert not large, f"of {total} lines: {large}"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from tests.checkpoint.faults import Case, SkippedError, Told
 
 ROOT = Path(__file__).parents[2]
-WORLD = ROOT / "tests" / "runtime" / "together_world.py"
+WORLD = ROOT / "tests" / "runtime" / "collective_verbs_world.py"
 RANKS, LIMIT_S, START_S = 3, 60.0, 240.0
 By = Literal["mpi", "store"]
 
@@ -44,7 +44,7 @@ def one_raises(by: By) -> Case:
     """At each agreement of each method, in turn the first rank and the last."""
 
     def play(root: Path, quick: bool) -> Told:
-        from tests.runtime.together_world import silent_in
+        from tests.runtime.collective_verbs_world import silent_in
 
         told = Told("ValueError, KeyboardInterrupt, MemoryError or OSError on one of three ranks")
         for case in world(root, by, "open,save,wait,load,close", "0,2", 5 if quick else 1):

@@ -142,7 +142,7 @@ def _failing(true: Callable[..., Any], begin: str, number: int, times: int) -> A
 
 def stale(root: Path, _quick: bool) -> Told:
     """One of four ranks has another view than the others."""
-    from tests.runtime.test_checkpoint import RANKS, STALE
+    from tests.runtime.test_direct_checkpoint import RANKS, STALE
     from tests.runtime.worlds import told_by
 
     told = Told("one rank of four does not see what the others see, or sees other bytes")

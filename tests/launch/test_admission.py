@@ -39,7 +39,7 @@ from hpcrun.specs.records import read_json, read_json_lines, write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
-from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
+from tests.launch.supervised import LIMITS, PROGRAM, Recorder, Site
 
 FULL = {"check": "space", "verdict": "fail", "text": "/tmp: 0 MiB are free"}
 HOT = {"check": "site", "verdict": "warn", "text": "/etc/x: warm"}

@@ -24,7 +24,7 @@ from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
-from tests.launch.conftest import LIMITS, Recorder, Site
+from tests.launch.supervised import LIMITS, Recorder, Site
 
 
 def failed(run: RunDir, attempt: int, message: str) -> AttemptOutcome:

@@ -12,8 +12,8 @@ from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
 from hpcrun.launch.rendezvous import RendezvousPoint, RendezvousRequest
 from hpcrun.specs.records import read_json_lines
 from hpcrun.submission.prepare import prepare_job
-from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
+from tests.launch.supervised import PROGRAM, Recorder, Site
 
 
 def test_nothing_is_started_on_it_and_its_loss_is_the_cause(

@@ -17,7 +17,7 @@ from hpcrun.launch.rendezvous import NodeRendezvous, RendezvousRequest, parse_re
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.submission.prepare import prepare_job
-from tests.launch.conftest import LIMITS, Recorder
+from tests.launch.supervised import LIMITS, Recorder
 from tests.security.users import ATTACKER, as_user, in_namespace, needs_root
 
 SEED = 4242

@@ -18,8 +18,8 @@ from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.records import read_json_lines
 from hpcrun.submission.prepare import prepare_job
-from tests.launch.conftest import Recorder, Site
 from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
+from tests.launch.supervised import Recorder, Site
 
 HOST = os.uname().nodename
 UNDISTURBED_S = 12.0

@@ -18,7 +18,7 @@ from hpcrun.launch import admission, supervisor
 from hpcrun.launch.attempt_monitor import AttemptLimits
 from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
-from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site, send
+from tests.launch.supervised import LIMITS, PROGRAM, Recorder, Site, send
 
 NODE = os.uname().nodename
 
@@ -298,7 +298,7 @@ SUPERVISE = """\
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from tests.launch.conftest import Recorder, Site
+from tests.launch.supervised import Recorder, Site
 Site(Path(sys.argv[1])).run("wait", observer=Recorder(on_ready=lambda: print("ready", flush=True)))
 """
 

@@ -33,8 +33,8 @@ from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.watch import WatchSpec
 from hpcrun.submission.prepare import prepare_job
-from tests.launch.conftest import LIMITS, PROGRAM, Recorder, Site
 from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
+from tests.launch.supervised import LIMITS, PROGRAM, Recorder, Site
 
 NODE = os.uname().nodename
 QUICK = ("watch={floor: 1s, slow: 20s}", "retry={hang: 1, crash: 0}")

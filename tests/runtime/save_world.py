@@ -1,4 +1,4 @@
-"""The ranks of tests/runtime/test_checkpoint.py: each scenario is a function; prints what rank 0 has to tell.
+"""Ranks of tests/runtime/test_direct_checkpoint.py: a scenario is a function; prints what rank 0 has to tell.
 
 Run as a program in a world of several ranks: `save_world.py DIRECTORY`.
 """

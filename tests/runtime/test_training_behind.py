@@ -20,7 +20,7 @@ from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.submission.prepare import prepare_job
-from tests.launch.conftest import Recorder, send
+from tests.launch.supervised import Recorder, send
 
 JOB = """\
 name: t

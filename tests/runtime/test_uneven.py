@@ -17,9 +17,9 @@ from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import newest_step_records, read_json, read_json_lines
 from hpcrun.specs.reduced_plan import plan_with_replicas
 from hpcrun.submission.prepare import prepare_job
-from tests.launch.conftest import Recorder, send
 from tests.launch.pretended import pretend, supervise
-from tests.runtime.test_data import S, counting_source, ids
+from tests.launch.supervised import Recorder, send
+from tests.runtime.test_data_loader import S, counting_source, ids
 
 JOB = "model: {preset: demo}\ndata: {text: x, seq_len: 4}\nelastic: {}\ntrain: {gbs: 32, mbs: 2}\n"
 

@@ -106,9 +106,9 @@ def _mount_apart() -> None:
             aside.rmdir()
     for shared in (Path("/dev/shm"), Path("/tmp")):
         hidden = [place for place in _PLACES if place.is_relative_to(shared)]
-        held = [(os.open(place, os.O_PATH), place) for place in hidden]
+        opened = [(os.open(place, os.O_PATH), place) for place in hidden]
         _mount("-t", "tmpfs", "-o", "mode=1777", "tmpfs", str(shared))
-        for descriptor, place in held:
+        for descriptor, place in opened:
             place.mkdir(parents=True)
             # Its name leads to nothing any more; the kernel still knows what the descriptor stands for.
             source = f"/proc/self/fd/{descriptor}".encode()

@@ -15,7 +15,7 @@ from hpcrun.launch.agents import worker_process as hosts
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing.spare_replicas import assign_replicas
 from hpcrun.runs.level_text import describe_level_event, describe_spare_replicas
-from tests.launch.test_keeper import NODES, PROGRAM, Site, held, parity, part, site, stamp
+from tests.launch.test_coordinator import NODES, PROGRAM, Site, held, parity, part, site, stamp
 
 assert site  # the fixture
 

@@ -25,7 +25,7 @@ from hpcrun.specs.placement import Binding, BoundBy, Placement, write_placement
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.submission.prepare import prepare_job
-from tests.launch.conftest import Recorder
+from tests.launch.supervised import Recorder
 
 HERE = os.uname().nodename
 MINE = sorted(os.sched_getaffinity(0))

@@ -21,8 +21,8 @@ from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.load import load_job
 from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
-from tests.launch.conftest import LIMITS, Recorder, Site, send
-from tests.launch.test_sinks import WANDB
+from tests.launch.supervised import LIMITS, Recorder, Site, send
+from tests.telemetry.test_trackers import WANDB
 
 
 def hook(path: Path) -> str:

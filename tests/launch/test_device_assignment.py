@@ -33,7 +33,7 @@ from hpcrun.specs.records import read_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.settings import CommSettings
-from tests.fabric.test_host import Tree
+from tests.fabric.test_node_topology import Tree
 
 HERE = os.uname().nodename
 MINE = sorted(os.sched_getaffinity(0))

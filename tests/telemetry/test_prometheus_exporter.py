@@ -22,7 +22,7 @@ from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_exporter import Exporter, read_run_metrics
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
-from tests.launch.test_tally import three_attempts, write
+from tests.telemetry.test_run_counters import three_attempts, write
 
 ABOUT = {"run": "r-1", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 2}
 ORDERS: dict[str, Any] = {

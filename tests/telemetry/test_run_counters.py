@@ -14,7 +14,7 @@ from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, metric_samples
 from hpcrun.telemetry.run_counters import BADPUT_BUCKETS, RunCounters, RunCountersReader
-from tests.launch.test_ledger import RUNS, Record, Run
+from tests.runs.test_ledger import RUNS, Record, Run
 
 
 def three_attempts() -> Run:

@@ -29,7 +29,7 @@ from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.records import read_json, read_json_lines, write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
-from tests.launch.conftest import Recorder, Site
+from tests.launch.supervised import Recorder, Site
 
 ROOT = Path(__file__).parents[2]
 NODE = os.uname().nodename

@@ -20,7 +20,7 @@ from hpcrun.launch.agents.memory_cleanup import may_have_leader
 from hpcrun.launch.agents.worker_process import WorkerProcess, split_message
 from hpcrun.specs.rundir import RunDir
 
-PROGRAM = Path(__file__).with_name("drain_program.py")
+PROGRAM = Path(__file__).with_name("worker_program.py")
 
 
 def until(condition: Callable[[], Any], seconds: float = 20.0) -> Any:

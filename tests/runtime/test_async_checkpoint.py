@@ -18,7 +18,7 @@ from hpcrun.runtime.direct_checkpoint import DirectCheckpointer  # noqa: E402
 from hpcrun.runtime.resharding import fill_from_chunks  # noqa: E402
 from hpcrun.specs.checkpoint import CheckpointSpec  # noqa: E402
 from hpcrun.specs.saves import resumable_checkpoints  # noqa: E402
-from tests.runtime.drain_stand_in import StandIn  # noqa: E402
+from tests.runtime.worker_stand_in import StandIn  # noqa: E402
 
 
 class Bench:

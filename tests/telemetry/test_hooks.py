@@ -17,7 +17,7 @@ from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.hooks import Hooks, StateChanges
-from tests.launch.test_ledger import Run
+from tests.runs.test_ledger import Run
 
 APPEND = ["sh", "-c", 'cat >> "$0"; echo "$HPCRUN_HOOK_STATE $HPCRUN_HOOK_ATTEMPT $PWD" >> "$0.env"']
 Make = Callable[..., Hooks]

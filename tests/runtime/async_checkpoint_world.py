@@ -1,6 +1,6 @@
-"""The ranks of tests/runtime/test_behind_world.py: saves behind training in one world, with a real worker.
+"""Ranks of tests/runtime/test_async_checkpoint_world.py: saves in one world, with a real worker.
 
-Run as a program in a world of several ranks: `behind_world.py DIRECTORY`.
+Run as a program in a world of several ranks: `async_checkpoint_world.py DIRECTORY`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    told: dict[str, Any] = told_by("behind_world.py", tmp_path_factory.mktemp("world"), RANKS)
+    told: dict[str, Any] = told_by("async_checkpoint_world.py", tmp_path_factory.mktemp("world"), RANKS)
     return told
 
 

@@ -18,7 +18,7 @@ from hpcrun.errors import UsageError  # noqa: E402
 from hpcrun.runtime.storage_wait import wait_for_storage  # noqa: E402
 from tests.checkpoint.faults import SkippedError  # noqa: E402
 from tests.checkpoint.rank_faults import By, world  # noqa: E402
-from tests.runtime.together_world import silent_in  # noqa: E402
+from tests.runtime.collective_verbs_world import silent_in  # noqa: E402
 
 
 @pytest.mark.parametrize(

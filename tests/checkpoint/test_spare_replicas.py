@@ -23,7 +23,7 @@ from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
 from hpcrun.errors import SiteError
 from tests.checkpoint.loads import load_of, stamp_of
 from tests.checkpoint.nodes import flip
-from tests.checkpoint.test_neighbours import Neighbours, save_all
+from tests.checkpoint.test_peer_service import Neighbours, save_all
 from tests.checkpoint.workers import Host, Rank, ranks_of
 
 

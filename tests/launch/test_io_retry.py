@@ -18,7 +18,7 @@ from hpcrun.runs import lease
 from hpcrun.specs import io_retry
 from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.records import JsonLineWriter, read_json, read_json_lines, write_json
-from tests.launch.conftest import Site
+from tests.launch.supervised import Site
 
 
 class Full:

@@ -16,7 +16,7 @@ from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
 from tests.checkpoint.lustre_stand_in import Emulated, ost
-from tests.launch.conftest import Site
+from tests.launch.supervised import Site
 
 
 def test_a_job_becomes_a_spec_and_a_plan(site: Site) -> None:

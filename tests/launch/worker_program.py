@@ -1,6 +1,6 @@
 """A drain worker without memory: it holds what files in its folder say, and does as it is told.
 
-drain_program.py FOLDER: FOLDER/NODE.json has the holdings of each node; FOLDER/NODE.log gets every order.
+worker_program.py FOLDER: FOLDER/NODE.json has the holdings of each node; FOLDER/NODE.log gets every order.
 """
 
 import json

@@ -21,7 +21,7 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
 from hpcrun.telemetry.run_counters import RunCounters, RunCountersReader
 from hpcrun.telemetry.trackers import ScalarReader, record_scalars
-from tests.launch.test_ledger import Run
+from tests.runs.test_ledger import Run
 
 GB = 10**9
 

@@ -35,7 +35,7 @@ from tests.checkpoint.generations import save
 from tests.launch.pretended import PretendedNodes
 
 NODES = ("a", "b", "c")
-PROGRAM = Path(__file__).with_name("drain_program.py")
+PROGRAM = Path(__file__).with_name("worker_program.py")
 
 
 def stamp(step: int) -> GenerationId:

@@ -13,8 +13,8 @@ from hpcrun.runs.describe import describe_run
 from hpcrun.runs.event_text import format_events
 from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.submission.prepare import PreparedJob, prepare_job
-from tests.launch.conftest import PROGRAM, Recorder, Site
 from tests.launch.pretended import pretend, supervise
+from tests.launch.supervised import PROGRAM, Recorder, Site
 
 
 def prepared(site: Site, *overrides: str) -> PreparedJob:

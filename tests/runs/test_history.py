@@ -22,7 +22,7 @@ from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.shipped import shipped_file
-from tests.launch.test_ledger import Run, relaunched, requeued, undisturbed
+from tests.runs.test_ledger import Run, relaunched, requeued, undisturbed
 
 
 def seen_by(run: Run, nodes: int = 4) -> FailureHistory:

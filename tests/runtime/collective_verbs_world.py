@@ -1,5 +1,5 @@
-"""Ranks of which one raises where all agree: `together_world.py DIRECTORY VERBS MEMORIES STRIDE`,
-and a rank that is killed: `together_world.py DIRECTORY kill RANK`.
+"""Ranks of which one raises where all agree: `collective_verbs_world.py DIRECTORY VERBS MEMORIES STRIDE`,
+and a rank that is killed: `collective_verbs_world.py DIRECTORY kill RANK`.
 
 In each method of Checkpointer one rank raises at its first agreement, at its second, and so on, before it has
 come to it and after; what the others raise, and whether the next one works, is printed by rank 0 as JSON.
