@@ -6,6 +6,7 @@ import ctypes
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -46,9 +47,21 @@ def host(hosts: str, addresses: Sequence[str], body: Callable[[], None], *comman
             lines.append(f"addr add {address} dev {interface}{' nodad' * (':' in address)}")
         script = "".join(f"{line}\n" for line in (*lines, *commands))
         subprocess.run(["ip", "-batch", "-"], input=script, text=True, check=True)
+        if any(command.startswith("link set far") for command in commands):
+            _await_lost_link()
         body()
 
     in_namespace(inside)
+
+
+def _await_lost_link() -> None:
+    """The kernel notices a moment later that the other end of a cable has gone."""
+    end = time.monotonic() + 10
+    while (
+        "NO-CARRIER" not in subprocess.run(["ip", "link"], capture_output=True, text=True, check=True).stdout
+    ):
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def found(*words: str, interface: str | None = None, suffix: str = "", peers: Sequence[str] = PEERS) -> str:

@@ -17,6 +17,7 @@ object store. All ranks call each method alike; what one of them raises there al
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -238,10 +239,14 @@ class Checkpointer:
     @collective_method("close")
     def close(self) -> None:
         """Wait until everything is stored that was begun, and end what was started for it."""
-        if self._async_checkpointer is not None:
-            self._async_checkpointer.settle()
-            self._async_checkpointer.close()
-            self._async_checkpointer = None
+        # However far this gets on each rank, all of them have the same left when they are called again.
+        saves, self._async_checkpointer = self._async_checkpointer, None
+        if saves is not None:
+            with contextlib.ExitStack() as unfinished:
+                unfinished.callback(saves.release_locally)
+                saves.settle()
+                saves.close()
+                unfinished.pop_all()
         if self._stops is not None:
             self._stops.close()
         self._line.close()
@@ -249,6 +254,7 @@ class Checkpointer:
 
     def _may_save(self, step: int, replace: bool) -> bool:
         """Whether this save is begun; one that is on its way is waited for before it is said to exist."""
+        self._line.agree(step)
         if self._line.might_exist(step) and self._async_checkpointer is not None:
             self._async_checkpointer.settle()
         if self._line.may_save(step, replace=replace):

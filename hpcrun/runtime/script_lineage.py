@@ -150,20 +150,24 @@ class ScriptLineage:
 
     def claim(self) -> None:
         """Before the first save: the lease and the identity; UsageError where it is another's."""
-        if not self._is_claimed:
-            self._control.everywhere(self._claim)
-            self._is_claimed = True
+        self._control.everywhere(self._claim_once)
+
+    def agree(self, step: int) -> None:
+        """All ranks mean to save this step, and go by what rank 0 knows of the ones before.
+
+        Where one was ended in the middle of a save, ranks may have come to different places in it.
+        """
+        self.check_start()
+        first, self._newest = self._control.everywhere(lambda: self._intend(step))
+        if first != step:
+            mine = f"rank {self._control.rank} on {self._control.node} saves step {step}"
+            raise UsageError(f"Checkpointer.save: {mine}, rank 0 step {first}; all ranks save the same")
 
     def may_save(self, step: int, *, replace: bool) -> bool:
         """Whether a save of this step is begun, and not left out as one that exists.
 
         UsageError for a step that lies before one that this start has saved or loaded.
         """
-        self.check_start()
-        self.claim()
-        if (first := self._control.everywhere(lambda: self._check_for(step))) != step:
-            mine = f"rank {self._control.rank} on {self._control.node} saves step {step}"
-            raise UsageError(f"Checkpointer.save: {mine}, rank 0 step {first}; all ranks save the same")
         if step > self._newest:
             return True
         exists = self._control.everywhere(lambda: self._exists(step))
@@ -177,10 +181,16 @@ class ScriptLineage:
             + ("; replace=True replaces the save of this step" if exists else "")
         )
 
-    def _check_for(self, step: int) -> int:
-        """On rank 0: `_check`, and for all the step that is meant."""
+    def _intend(self, step: int) -> list[int]:
+        """On rank 0: the step that is meant, and the newest one so far, of whoever may save here."""
+        self._claim_once()
         self._check()
-        return step
+        return [step, self._newest]
+
+    def _claim_once(self) -> None:
+        if not self._is_claimed:
+            self._claim()
+            self._is_claimed = True
 
     def might_exist(self, step: int) -> bool:
         """Whether somebody has to look for a save of this step."""

@@ -99,7 +99,9 @@ class Play:
                 saves.fence()
                 said = self._caught(self._doing(saves, verb), mine, number)
                 state = state_of(self.desk.rank, 3.0)
-                again = saves.close if verb == "close" else lambda: saves.save(3, state, wait=True)
+                # Either the same step is tried again, or the next one.
+                later = 3 if number % 4 < 2 else 2
+                again = saves.close if verb == "close" else lambda: saves.save(later, state, wait=True)
                 if said == "nothing" and not mine:  # what comes after the last agreement is heard later
                     said = self._caught(again, mine, number)
                 if said != "nothing" or mine:

@@ -119,7 +119,6 @@ KNOWN = {
             "BackgroundExecutor._internal_process_submissions BackgroundExecutor._submit_command "
             "TemplateExecutor._send dump_private_pickle link_or_copy write_private_file"
         ),
-        "specs/attempt": "Attempt.create",
         "specs/base_model": "_copy_file _keep_files",
         "specs/branch": "_remove_process_files _record_end _break_hard_link",
         "specs/identity": "write_run_identity",
@@ -128,7 +127,8 @@ KNOWN = {
         "specs/provenance": "write_provenance",
         "specs/rank_error": "report_error",
         "specs/records": "JsonLineWriter.__init__ write_json write_atomically",
-        "specs/rundir": "create_run new_run",
+        "specs/rundir": "Attempt.create",
+        "specs/run_lookup": "create_run new_run",
         "specs/settings": "write_comm_settings",
         "specs/sweep": "write_sweep",
     },
