@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'hpcrun-sl
 import hpcrun  # noqa: E402
 from hpcrun.checkpoint.flush.arena import SHM  # noqa: E402
 from hpcrun.errors import UsageError  # noqa: E402
+from hpcrun.runtime import checkpointer  # noqa: E402
+from hpcrun.runtime.script_context import open_control  # noqa: E402
 from hpcrun.runtime.storage_wait import wait_for_storage  # noqa: E402
 from tests.checkpoint.faults import SkippedError  # noqa: E402
 from tests.checkpoint.rank_faults import By, world  # noqa: E402
-from tests.runtime.collective_verbs_world import silent_in  # noqa: E402
+from tests.runtime.collective_verbs_world import Trap, silent_in  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -56,6 +59,31 @@ def test_after_an_error_inside_with_nothing_of_ours_stays(tmp_path: Path) -> Non
             saves.save(3, {"w": object()})
         saves.save(3, fresh, wait=True)
         assert saves.load(fresh) == 3
+
+
+def test_however_far_a_close_came_the_next_one_says_as_much_to_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks each may have come to another place: one that says more waits for ever."""
+    counts, number = set[int](), 0
+    while True:
+        trap = Trap()
+        monkeypatch.setattr(
+            checkpointer, "open_control", lambda environ, trap=trap: trap.arm(open_control(environ))
+        )
+        saves = hpcrun.Checkpointer(tmp_path / str(number))
+        saves.save(1, {"w": torch.ones(4)})
+        trap.set(number)
+        with contextlib.suppress(ValueError, KeyboardInterrupt, MemoryError, OSError):
+            saves.close()
+        if not trap.fired:
+            break
+        trap.left = -1
+        saves.close()
+        counts.add(-1 - trap.left)
+        number += 1
+    assert number >= 6, "settling, letting go, and the end, before and after each"
+    assert len(counts) == 1
 
 
 def test_what_hangs_is_told_of_and_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
