@@ -18,6 +18,45 @@ ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "hpcrun").rglob("*.py"))
 MOST_LINES, MOST_FUNCTION_LINES = 500, 60
 SAY_NOTHING = {"utils", "util", "helpers", "helper", "common", "misc"}
+REFUSED = {
+    "beside": "sidecar",
+    "blame": "fault nodes",
+    "comeback": "local recovery",
+    "course": "attempt monitor",
+    "crew": "agent pool",
+    "desk": "request handler",
+    "doctors": "fleet doctor",
+    "elsewhere": "requeue exclusion",
+    "faraway": "object restore",
+    "guest": "spare replica",
+    "guests": "spare replicas",
+    "happening": "attempt event",
+    "happenings": "attempt events",
+    "heard": "heartbeat",
+    "heir": "successor process",
+    "inbox": "signal queue",
+    "keeper": "coordinator",
+    "meanwhile": "run while pumping",
+    "neighbour": "peer",
+    "neighbourhood": "peer service",
+    "outlet": "exporter",
+    "poison": "suspect saves",
+    "pulse": "heartbeat",
+    "rehearsal": "chaos",
+    "roster": "node pool",
+    "scraps": "intact parts",
+    "shelf": "part server",
+    "station": "tier",
+    "stations": "tiers",
+    "strike": "injection",
+    "surroundings": "environment",
+    "tally": "counters",
+    "told": "the name of the value",
+    "undurable": "durability",
+    "vault": "checkpointing",
+    "vigil": "lease monitor",
+}
+"""Words that nobody guesses and nobody can search for, and the field's word for what they stood for."""
 
 
 def test_modules_and_functions_stay_small_enough_to_read() -> None:
@@ -40,6 +79,31 @@ def test_modules_and_functions_stay_small_enough_to_read() -> None:
 
 def test_modules_are_named_after_what_they_hold() -> None:
     assert not [path for path in MODULES if path.stem in SAY_NOTHING or path.parent.name in SAY_NOTHING]
+
+
+def test_names_are_the_field_s_words() -> None:
+    wrong = []
+    for path in MODULES:
+        module = str(path.relative_to(ROOT / "hpcrun").with_suffix(""))
+        names = {*path.relative_to(ROOT / "hpcrun").with_suffix("").parts}
+        names |= {
+            node.name
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef)
+        }
+        for name in names:
+            words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+            wrong += [f"{module}: {name}: {REFUSED[word]}" for word in sorted(words & REFUSED.keys())]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_two_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_every_package_is_installed() -> None:

@@ -94,19 +94,19 @@ def save(
     ] = False,
 ) -> None:
     """Ask runs to save at their next step and go on (SIGUSR1)."""
-    from hpcrun.runs import control
+    from hpcrun.runs import requests
 
     seconds = _parse_timeout(timeout, wait)
-    asked: list[control.SaveRequest] = []
+    asked: list[requests.SaveRequest] = []
 
     def ask_one(run: RunDir) -> None:
-        asked.append(control.request_save(run, force=force))
+        asked.append(requests.request_save(run, force=force))
         for line in asked[-1].lines:
             print(line, flush=True)
 
     code = _for_each_run(names, ask_one)
     if wait:
-        saved = [control.wait_for_saves(one, _note, timeout_s=seconds) for one in asked]
+        saved = [requests.wait_for_saves(one, _note, timeout_s=seconds) for one in asked]
         code = max(code, EXIT_DONE if all(saved) else EXIT_CHECK_FAILED)
     raise typer.Exit(code)
 
@@ -118,14 +118,14 @@ def stop(
     timeout: _Timeout = None,
 ) -> None:
     """Ask runs to save and stop; they are not queued again. What waits is taken out of the queue."""
-    from hpcrun.runs import control
+    from hpcrun.runs import requests
     from hpcrun.runs.follow import wait_for_runs as wait_for
 
     seconds = _parse_timeout(timeout, wait)
     asked: list[RunDir] = []
 
     def ask_one(run: RunDir) -> None:
-        for line in control.request_stop(run):
+        for line in requests.request_stop(run):
             print(line, flush=True)
         asked.append(run)
 

@@ -39,14 +39,14 @@ from hpcrun.runtime.collective_verbs import (
 from hpcrun.runtime.quiet_exit import await_idle_threads_at_exit
 from hpcrun.runtime.random_state import rng_state, set_rng_state
 from hpcrun.runtime.restore import restore_from_plan
-from hpcrun.runtime.script_context import (
+from hpcrun.runtime.script_lineage import ScriptLineage, StartMode, parse_count
+from hpcrun.runtime.script_setup import (
     build_checkpoint_spec,
     find_own_attempt,
     open_control,
     read_run_checkpoint_options,
     resolve_run_directory,
 )
-from hpcrun.runtime.script_lineage import ScriptLineage, StartMode, parse_count
 from hpcrun.runtime.state_loading import StateLoader
 from hpcrun.runtime.state_tree import flatten_state, pack_tree
 from hpcrun.runtime.stderr_notes import write_stderr_line

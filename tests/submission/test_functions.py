@@ -17,7 +17,7 @@ from submitit.helpers import DelayedSubmission
 import hpcrun
 from hpcrun import process
 from hpcrun.errors import FunctionError, HpcrunError, SiteError, SpecError, UsageError
-from hpcrun.runs.control import request_save
+from hpcrun.runs.requests import request_save
 from hpcrun.runs.run_state import read_run_state
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.run_lookup import all_runs

@@ -21,7 +21,7 @@ _MAX_MESSAGES = 4096
 
 
 @dataclass
-class _RankConnection:
+class _ProgressConnection:
     """A process that has connected."""
 
     connection: socket.socket
@@ -37,7 +37,7 @@ class ProgressListener:
     def __init__(self, name: str, ranks: Collection[int]) -> None:
         self._expected = frozenset(ranks)
         self._node = os.uname().nodename
-        self._speakers: list[_RankConnection] = []
+        self._speakers: list[_ProgressConnection] = []
         self._socket: socket.socket | None = None
         opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         opened.setblocking(False)
@@ -81,9 +81,9 @@ class ProgressListener:
             if who is None:
                 connection.close()
             else:
-                self._speakers.append(_RankConnection(connection, ProcessHandle(who)))
+                self._speakers.append(_ProgressConnection(connection, ProcessHandle(who)))
 
-    def _read(self, speaker: _RankConnection) -> list[RankProgress]:
+    def _read(self, speaker: _ProgressConnection) -> list[RankProgress]:
         found = []
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MAX_MESSAGES):
@@ -107,7 +107,7 @@ class ProgressListener:
                 one.handle.close()
                 self._speakers.remove(one)
 
-    def _parse(self, speaker: _RankConnection, data: bytes) -> RankProgress | None:
+    def _parse(self, speaker: _ProgressConnection, data: bytes) -> RankProgress | None:
         """The message, where it is one of a rank that belongs here."""
         message = parse_json_line(data)
         if message is None:

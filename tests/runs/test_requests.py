@@ -15,8 +15,8 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.runs.control import SaveRequest, request_save, request_stop, wait_for_saves
 from hpcrun.runs.follow import PollIntervals
+from hpcrun.runs.requests import SaveRequest, request_save, request_stop, wait_for_saves
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
