@@ -242,7 +242,7 @@ def _run_successor(run_dir: str, epoch: str) -> int:
     from hpcrun.launch.signal_queue import block_signals
 
     block_signals()
-    return int(importlib.import_module("hpcrun.launch.failover.takeover").run_taken_over(run_dir, epoch))
+    return int(importlib.import_module("hpcrun.launch.failover.takeover").run_failover(run_dir, epoch))
 
 
 def _run_batch_task(folder: str) -> int:

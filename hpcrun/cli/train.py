@@ -130,7 +130,7 @@ def _run_as_rank(job: Path | None, overrides: list[str], resume: str | None, wor
 
         if world.kind != "torchrun":
             importlib.import_module("hpcrun.runtime.entry").load_mpi()
-        join = importlib.import_module("hpcrun.runtime.rank").join
+        join = importlib.import_module("hpcrun.runtime.rank").join_world
         return int(join(job, overrides, resume, world, display))
 
 

@@ -134,7 +134,7 @@ def _await_private_pickle(folder: str) -> None:
                 " file system that this node shares with the one that submitted?"
             )
         time.sleep(0.1)
-    importlib.import_module("hpcrun.slurm.executor").check_private(paths.submitted_pickle)
+    importlib.import_module("hpcrun.slurm.executor").require_private_file(paths.submitted_pickle)
 
 
 def run_task(run_path: str, fall: SupervisorCrash | None = None) -> int:
