@@ -44,7 +44,7 @@ class OutOfDescriptorsError(OSError):
 
 
 def accept_connection(listener: socket.socket) -> tuple[socket.socket, str] | None:
-    """The next connection of a listener and its host; None where none waits, or it has gone. ScarceError."""
+    """The next connection and its host; None where none waits, or it has gone. OutOfDescriptorsError."""
     try:
         connection, address = listener.accept()
     except OSError as error:

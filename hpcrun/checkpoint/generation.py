@@ -66,7 +66,7 @@ class OpenFileCache:
         self._descriptors: dict[Path, int] = {}
 
     def read(self, path: Path, at: int, buffers: Buffers, *, is_own: bool = False) -> int:
-        """Fill the buffers from a place in a file; how many bytes there were. MissingError: no such file.
+        """Fill the buffers from a place in a file; how many bytes there were. MissingFileError: no such file.
 
         `is_own`: another user may have put it there; DamagedError where it is not ours.
         """
@@ -112,7 +112,7 @@ class _GenerationFiles(OpenFileCache):
 
 
 def check_file_sizes(saved: SavedCheckpoint) -> None:
-    """MissingError unless the files of a generation are there in the sizes that its record has."""
+    """MissingFileError unless the files of a generation are there in the sizes that its record has."""
     expected = {MANIFEST_NAME: saved.manifest_bytes}
     expected |= {data_file_name(number): size for number, size in enumerate(saved.file_bytes)}
     for name, size in expected.items():

@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _output_policy(arguments: list[str]) -> Literal["is read", "is told", "is needed"]:
-    """What becomes of a command whose output nobody takes; see Verb."""
+    """What becomes of a command whose output nobody takes; see CommandVerb."""
     verb, *rest = arguments or [""]
     if verb in _INTERNAL:
         return "is told"

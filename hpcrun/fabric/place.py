@@ -81,7 +81,7 @@ def place_job(
     """Choose nodes among the free ones and order them; UsageError where there are too few.
 
     Under `pin` and `none` the first of them are taken. Nodes of `node_count` that no rank needs stay spare.
-    Of several trees one is taken; NoTreeError where none has so many nodes.
+    Of several trees one is taken; NoSingleTreeError where none has so many nodes.
     """
     slots, avoid = -(-ranks // per_node), frozenset(avoid)
     if node_count is not None:

@@ -48,7 +48,7 @@ class OutcomeRecorder:
     def close(self, outcome: AttemptOutcome, progress: int | None, refused: str = "") -> AttemptOutcome:
         """Record how the last attempt ended, and queue the job again where that is called for.
 
-        `progress`: see recover.refusal. `refused` says why the run does not go on in this allocation.
+        `progress`: see recovery.why_no_retry. `refused` says why the run does not go on in this allocation.
         """
         fate = (
             self._context.allocation.disposition() if self._context.allocation and outcome.stop else "running"

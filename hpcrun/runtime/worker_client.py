@@ -45,7 +45,7 @@ class RankWorkerClient:
     """One rank's connection to its drain worker; one thread's at a time."""
 
     def __init__(self, path: Path, rank: int, sign_s: float = WORKER_STUCK_S) -> None:
-        """DrainGoneError where no worker of this user listens, or one that gives no sign of life."""
+        """WorkerGoneError where no worker of this user listens, or one that gives no sign of life."""
         self._path, self._rank = path, rank
         self._read = bytearray()
         self._news: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ class RankWorkerClient:
             raise WorkerGoneError(f"{self._path}: the drain worker gives no sign of life")
 
     def prod(self) -> None:
-        """Ask for a sign of life, now and then; DrainGoneError where none has come for too long."""
+        """Ask for a sign of life, now and then; WorkerGoneError where none has come for too long."""
         now = time.monotonic()
         if self._heartbeat_requested < self._heard:
             if now - self._heard > _HEARTBEAT_EVERY_S:
@@ -132,7 +132,7 @@ class RankWorkerClient:
             )
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
-        """What the worker has told unasked since the last time; DrainGoneError when it is gone."""
+        """What the worker has told unasked since the last time; WorkerGoneError when it is gone."""
         if not self._news:
             self._receive(wait_s)
         else:

@@ -47,7 +47,7 @@ class AgentWorker:
         self._socket = Path(environ[DRAIN_VARIABLE])
 
     def socket(self) -> Path:
-        """Where it listens; the agent has set its usual path. DrainGoneError where it has no memory yet."""
+        """Where it listens; the agent has set its usual path. WorkerGoneError where it has no memory yet."""
         root, run, node = self._socket.parents[3], self._socket.parts[-3], self._socket.parts[-2]
         return _worker_socket(root, run, node)
 
@@ -117,7 +117,7 @@ class OwnWorker:
     def socket(self) -> Path:
         """The path of the socket; on the first rank of the node a worker listens there on return.
 
-        DrainGoneError where it has no memory yet.
+        WorkerGoneError where it has no memory yet.
         """
         if self._is_node_leader and (self._child is None or self._child.poll() is not None):
             self._reap()

@@ -1,6 +1,6 @@
 """submitit's executor with the site's own script, and its local one for jobs in the background.
 
-`sbatch.script_text` shows the script of a job without submitting it, and without loading submitit.
+`TemplateExecutor.script_text` shows the script of a job without submitting it, and without loading submitit.
 """
 
 from __future__ import annotations

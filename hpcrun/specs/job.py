@@ -1,4 +1,4 @@
-"""JobSpec: everything a job file can say, with its defaults; `hpcrun schema` prints it for editors."""
+"""JobSpec: everything a job file can say, with its defaults; `train --print-schema` prints it for editors."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from hpcrun.specs.validation import problems_of_validation_error
 from hpcrun.units import parse_time
 
 CALL_ARGUMENTS = ("-u", "-P", "-m", "hpcrun", "_call")
-"""What follows the interpreter in the command of a function's ranks; see launch.call."""
+"""What follows the interpreter in the command of a function's ranks; see submission.function_call."""
 
 
 def choose_template_name(job: JobSpec, cluster: ClusterSpec | None) -> str:

@@ -235,7 +235,7 @@ def _write_element_files(job: PreparedSubmission, run: RunDir) -> None:
         element = run.element(number)
         for folder in (element.path, element.checkpoints):
             folder.mkdir(mode=0o700, exist_ok=True)
-        # Not write_whole: syncing a thousand files takes minutes on some file systems.
+        # Not write_atomically: syncing a thousand files takes minutes on some file systems.
         element.spec.write_text(job.resolved.elements[number].render(), encoding="utf-8")
         element.spec.chmod(0o600)
         element.exit.unlink(missing_ok=True)

@@ -238,7 +238,7 @@ class AgentIdentity:
 def connect_to_supervisor(
     address: tuple[str, int], secret: str, badge: AgentIdentity, timeout_s: float = HANDSHAKE_S
 ) -> tuple[Channel, int]:
-    """Connect to the supervisor: the connection, and what it has seen of ours; WireError when that fails."""
+    """Connect to the supervisor: the connection, and what it has seen of ours; or AgentConnectionError."""
     deadline = time.monotonic() + timeout_s
     try:
         connection = socket.create_connection(address, timeout=min(timeout_s, _CONNECT_TIMEOUT_S))

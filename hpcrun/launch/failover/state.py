@@ -119,7 +119,7 @@ class FailoverState:
 
 @contextmanager
 def own_run(run: RunDir, allocation: Allocation | None, note: Callable[[str], None]) -> Iterator[None]:
-    """Own a run inside the block; TakenError where another supervisor does.
+    """Own a run inside the block; RunOwnedError where another supervisor does.
 
     But not the one that this very job had before Slurm queued it again: on a node that Slurm cannot reach it
     may live on, and the run is ours. It finds our epoch, and its ranks end.
