@@ -71,7 +71,7 @@ def test_a_run_directory_that_is_full_for_a_moment_costs_neither_the_run_nor_its
     result = site.run("done", "preflight=false")
     assert result.status == "done"
     run = result.run
-    assert {"supervisor.json", "result.json", "exit.json", "launch", "exit"} <= full.keys()
+    assert {"supervisor.json", "outcome.json", "exit.json", "launch", "exit"} <= full.keys()
     assert [one.number for one in run.attempts()] == [1]
     assert read_json(run.exit)["status"] == "done"
     told = [one["event"] for one in read_json_lines(run.events)]

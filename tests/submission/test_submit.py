@@ -187,7 +187,7 @@ def test_an_option_that_sbatch_does_not_know_is_told_by_its_key(put: Fake) -> No
 
 
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-@pytest.mark.parametrize("what", ["write_whole", "write_provenance"])
+@pytest.mark.parametrize("what", ["write_atomically", "write_provenance"])
 def test_a_job_that_cannot_be_recorded_is_cancelled(
     what: str, fault: BaseException, slurm: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

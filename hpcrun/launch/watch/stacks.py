@@ -15,7 +15,7 @@ _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function
 _PY_SPY_FRAME = re.compile(r"^    (?P<function>\S.*) \((?P<file>[^()]*):(?P<line>\d+)\)$")
 _STATES = {"T": "stopped by a signal", "t": "held by a debugger", "D": "waits for a disk or a device"}
 _SHOWN = 3
-_POLLING_FRAME = ("control.py", "_wait")
+_POLLING_FRAME = ("mpi_control.py", "_wait")
 """Where our ranks wait for each other they look and nap in turn: the line says nothing."""
 StackFrame = tuple[str, str]
 """File (its name alone) and function."""
