@@ -17,7 +17,6 @@ object store. All ranks call each method alike; what one of them raises there al
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,6 +57,7 @@ class Checkpointer:
     """Saves and loads a state of all ranks together."""
 
     _async_checkpointer: AsyncCheckpointer | None = None
+    _is_closing = False
     _stops: StopRequests | None = None
 
     @collective_init
@@ -126,7 +126,11 @@ class Checkpointer:
 
     def _failed(self, error: BaseException) -> None:
         if self._async_checkpointer is not None and not is_raised_on_all(error):
-            self._async_checkpointer.reset_after_failure()
+            if self._is_closing:  # others may have come further, and have nothing left
+                self._async_checkpointer.release_locally()
+                self._async_checkpointer = None
+            else:
+                self._async_checkpointer.reset_after_failure()
         if self._direct.is_partly_filled:
             self._direct.is_partly_filled = False
             add_partial_load_warning(error)
@@ -239,14 +243,11 @@ class Checkpointer:
     @collective_method("close")
     def close(self) -> None:
         """Wait until everything is stored that was begun, and end what was started for it."""
-        # However far this gets on each rank, all of them have the same left when they are called again.
-        saves, self._async_checkpointer = self._async_checkpointer, None
-        if saves is not None:
-            with contextlib.ExitStack() as unfinished:
-                unfinished.callback(saves.release_locally)
-                saves.settle()
-                saves.close()
-                unfinished.pop_all()
+        self._is_closing = True
+        if self._async_checkpointer is not None:
+            self._async_checkpointer.settle()
+            self._async_checkpointer.close()
+            self._async_checkpointer = None
         if self._stops is not None:
             self._stops.close()
         self._line.close()
