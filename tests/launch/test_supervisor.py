@@ -167,7 +167,9 @@ def test_a_child_that_a_rank_forks_is_no_rank(site: Site) -> None:
 def test_a_stop_before_there_are_ranks_ends_the_run_at_once(
     site: Site, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = {"preflight": (admission, "run_preflight"), "placement": (supervisor, "write_placement")}.get(phase)
+    place = {"preflight": (admission, "run_preflight"), "placement": (supervisor, "write_placement")}.get(
+        phase
+    )
     if place is not None:
 
         def stopped_there(*_: object) -> None:

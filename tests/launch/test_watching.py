@@ -355,7 +355,8 @@ def test_who_stands_apart_by_the_line_alone() -> None:
         "rank 1: step (a.py:8)",
     ]
     polls = [
-        RankStack(rank, "n", "S", "", (("mpi_control.py", "_wait"),), (140 + (rank == 2),)) for rank in range(4)
+        RankStack(rank, "n", "S", "", (("mpi_control.py", "_wait"),), (140 + (rank == 2),))
+        for rank in range(4)
     ]
     assert find_outlier(group_stacks(polls)) is None
     # A stopped rank is what it is, wherever it stands.
