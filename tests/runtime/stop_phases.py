@@ -80,7 +80,7 @@ def signalled(method: str, call: int, job: str, *overrides: str) -> int:
 
 
 def by_the_clock(job: str) -> int:
-    vars(auto_interval).update(LEAST_S=0.0, MOST_S=0.0, BOUND=1e9)
+    vars(auto_interval).update(MIN_INTERVAL_S=0.0, MAX_INTERVAL_S=0.0, DEFAULT_OVERHEAD_BOUND=1e9)
     return train(job, "train.steps=3")
 
 

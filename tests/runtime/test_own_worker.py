@@ -26,7 +26,7 @@ opened = [hpcrun.Checkpointer(directory) for directory in sys.argv[1:]]
 for saves in opened:
     saves.save(1, {"weights": torch.ones(1 << 18)})
     saves.fence()
-lost = opened[0]._behind._home._child
+lost = opened[0]._async_checkpointer._home._child
 lost.kill()
 lost.wait()
 os.kill(os.getpid(), signal.SIGKILL)
