@@ -84,6 +84,7 @@ def test_a_job_whose_result_submitit_cannot_write_ends_as_it_went(monkeypatch: p
             batch_task._exit_codes.append(75)
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setattr(batch_task, "_exit_codes", [])  # of jobs that other tests have run in this process
     monkeypatch.setitem(sys.modules, "submitit.core.submission", SimpleNamespace(process_job=process_job))
     for check in ("why_foreign_job", "_await_private_pickle"):  # as in a job that hpcrun has submitted
         monkeypatch.setattr(batch_task, check, lambda _: None)
