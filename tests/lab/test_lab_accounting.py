@@ -166,7 +166,7 @@ def test_a_job_lands_where_the_user_s_environment_says(lab: Lab, desk: Desk) -> 
     shown = desk.hpcrun("describe", run, before=before).stdout
     assert "SBATCH_ACCOUNT=mine" in shown
     state = desk.hpcrun("status", run, before=before, code=None).stdout
-    assert re.search(r"pending|starting|running", state), state
+    assert re.search(r"queued|pending|starting|running", state), state
     desk.hpcrun("cancel", run, before=before)
     lab.wait_until(lambda: number[1] not in lab.run(["squeue", "-h", "-o", "%i"]).stdout, 30)
 
