@@ -311,16 +311,16 @@ class Injection:
 
 def inject_fault(aimed: InjectionTarget, write: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
     """Carry a fault out, and wait until it is undone where it lasts; the records, each written at once."""
-    strike = Injection(aimed)
-    records = [strike.struck]
-    write(strike.struck)
+    injection = Injection(aimed)
+    records = [injection.struck]
+    write(injection.struck)
     try:
-        while not strike.is_over:
-            for record in strike.news(0.5):
+        while not injection.is_over:
+            for record in injection.news(0.5):
                 records.append(record)
                 write(record)
     finally:
-        strike.close()
+        injection.close()
     return records
 
 

@@ -91,7 +91,7 @@ def _check_order(before: list[ScenarioStep], scene: ScenarioStep) -> list[SpecPr
 
 
 def check_targets(run: RunDir, scenes: list[ScenarioStep]) -> list[InjectionTarget | None]:
-    """Whom each scene would strike now, None where that is not known yet; SpecError for those who are not."""
+    """Whom each scene would hit now, None where that is not known yet; SpecError for those who are not."""
     problems, aims = [], []
     for scene in scenes:
         aimed = None
@@ -128,15 +128,15 @@ class ScenarioRun:
         all_done = True
         try:
             for scene in scenes:
-                done = self._wait_for(scene) and self._strike(scene)
+                done = self._wait_for(scene) and self._inject(scene)
                 if not done and self._is_over:
                     self.note(f"the run was over before {scene.when} ({scene.fault.do}, {scene.place})")
                 all_done = all_done and done
             while self._running and not self._has_ended():
                 self._listen()
         finally:
-            for strike in self._running:
-                strike.close()
+            for injection in self._running:
+                injection.close()
         return all_done
 
     def _wait_for(self, scene: ScenarioStep) -> bool:
@@ -148,12 +148,12 @@ class ScenarioRun:
                 return True
         return False
 
-    def _strike(self, scene: ScenarioStep) -> bool:
-        """Strike as soon as the victim is there: between two attempts nobody is."""
+    def _inject(self, scene: ScenarioStep) -> bool:
+        """Inject it as soon as the victim is there: between two attempts nobody is."""
         end = time.monotonic() + _VICTIM_TIMEOUT_S
         while not self._has_ended():
             try:
-                strike = Injection(find_target(self.run, scene.fault))
+                injection = Injection(find_target(self.run, scene.fault))
             except HpcrunError as error:
                 if isinstance(error, TargetNotReadyError) and time.monotonic() < end:
                     self._wait(_RETRY_S)
@@ -161,8 +161,8 @@ class ScenarioRun:
                 if not self._has_ended():
                     self.note(f"{scene.place} {scene.fault.do}: not done: {error}")
                 return False
-            self._running.append(strike)
-            self.write(strike.struck)
+            self._running.append(injection)
+            self.write(injection.struck)
             return True
         return False
 
@@ -174,12 +174,12 @@ class ScenarioRun:
     def _listen(self) -> None:
         """A moment, in which what lasts may come to its end, and steps may be done."""
         time.sleep(_POLL_S)
-        for strike in list(self._running):
-            for record in strike.news():
+        for injection in list(self._running):
+            for record in injection.news():
                 self.write(record)
-            if strike.is_over:
-                strike.close()
-                self._running.remove(strike)
+            if injection.is_over:
+                injection.close()
+                self._running.remove(injection)
         for line in self._metrics.read():
             if line.get("kind", "step") == "step" and isinstance(line.get("step"), int):
                 self._step = line["step"]
