@@ -125,7 +125,9 @@ class Checkpointer:
         self._let_go()
 
     def _failed(self, error: BaseException) -> None:
-        if self._async_checkpointer is not None and not is_raised_on_all(error):
+        if is_raised_on_all(error):
+            self._is_closing = False  # a close that was refused has not begun
+        elif self._async_checkpointer is not None:
             if self._is_closing:  # others may have come further, and have nothing left
                 self._async_checkpointer.release_locally()
                 self._async_checkpointer = None
@@ -244,6 +246,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until everything is stored that was begun, and end what was started for it."""
         self._is_closing = True
+        self._control.union(0)  # nothing is given up where another rank calls something else
         if self._async_checkpointer is not None:
             self._async_checkpointer.settle()
             self._async_checkpointer.close()

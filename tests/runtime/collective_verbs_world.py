@@ -185,6 +185,16 @@ class Play:
                     said = self._caught(self._doing(saves, verb), False, 0)
                     whole = saves.load(state_of(0, 0.0)) == 1
                     self._note([f"save while another rank calls {other}", memory, 0, 0], said, whole, begin)
+                # That a close was refused is over by then.
+                victim, good = self.desk.size - 1, state_of(self.desk.rank, 2.0)
+                state = good | ({"cannot be saved": object()} if self.desk.rank == victim else {})
+                faulthandler.dump_traceback_later(LIMIT_S, exit=True)
+                said = self._caught(partial(saves.save, 2, state), False, 0)
+                saves.save(2, good, wait=True)
+                whole = saves.load(state_of(0, 0.0)) == 2
+                self._note(
+                    ["an error after a refused close", memory, victim, 0], said, whole, time.monotonic()
+                )
 
     def _note(self, case: list[Any], said: str, is_whole: bool, begin: float) -> None:
         faulthandler.cancel_dump_traceback_later()
