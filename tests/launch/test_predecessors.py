@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,7 +144,8 @@ def test_a_record_that_comes_late_is_waited_for(slurm: Fake, monkeypatch: pytest
         if len(looks) == 3:
             ended(first)
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    # Its own sleep alone: the wait for a command that has not ended yet sleeps too.
+    monkeypatch.setattr(predecessors, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     assert check_predecessors(run, JOB, lambda _: None) is None
     assert len(looks) == 3
 
