@@ -27,6 +27,7 @@ LEVELS = (
         "mesh",
         "process",
         "shm_segments",
+        "typed_json",
         "units",
     },
     {"specs"},

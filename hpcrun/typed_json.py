@@ -1,0 +1,171 @@
+"""Dataclasses to and from JSON values: one parser for records in files and messages between processes."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from hpcrun.errors import UsageError
+
+T = TypeVar("T")
+Parser = Callable[[Any], Any]
+"""Returns the value as its declared type, or raises WrongValue."""
+
+_SEQUENCES = (list, tuple, Sequence)
+_MAX_NUMBER = 1e300
+
+
+class WrongValue(UsageError):
+    """A JSON value is not what the dataclass declares; the text names the field."""
+
+
+def parse_typed(cls: type[T], values: object, *, allow_extra: bool = False) -> T:
+    """Make a dataclass from a JSON object, or raise WrongValue with the name of the field.
+
+    Fields are checked against their annotations, nested dataclasses included; true is not an integer, an
+    integer is a float, and NaN, infinity and integers beyond 64 bits are refused. Fields without a default
+    are required. `allow_extra` ignores what the class does not declare: a newer version may write more.
+    """
+    known, required = _field_parsers(cls)  # type: ignore[arg-type]
+    if not isinstance(values, dict):
+        raise WrongValue(f"expected an object, not {_show(values)}")
+    if missing := [name for name in required if name not in values]:
+        raise WrongValue(f"{missing[0]}: is missing")
+    parsed = {}
+    for name, value in values.items():
+        parser = known.get(name)
+        if parser is not None:
+            try:
+                parsed[name] = parser(value)
+            except WrongValue as error:
+                raise WrongValue(f"{name}: {error}") from None
+        elif not allow_extra:
+            raise WrongValue(f"{name}: is not a field; the fields are {', '.join(known) or 'none'}")
+    return cls(**parsed)
+
+
+def dump_typed(record: Any) -> dict[str, Any]:
+    """The JSON object of a dataclass: what parse_typed reads back."""
+    return asdict(record)
+
+
+@cache
+def _field_parsers(cls: type) -> tuple[Mapping[str, Parser], Sequence[str]]:
+    hints, declared = get_type_hints(cls), [one for one in fields(cls) if one.init]
+    required = [one.name for one in declared if one.default is MISSING and one.default_factory is MISSING]
+    return {one.name: _parser(hints[one.name]) for one in declared}, required
+
+
+def _parser(hint: Any) -> Parser:
+    """The parser of a type; TypeError, at the first use of its class, where the type is not supported."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    if hint is Any or hint is object:
+        return lambda value: value
+    if is_dataclass(hint):
+        return lambda value: parse_typed(hint, value)  # type: ignore[arg-type]
+    if origin is Literal:
+        return _literal_parser(args)
+    if origin in (Union, types.UnionType):
+        return _union_parser([_parser(one) for one in args])
+    if origin is tuple and args[-1] is not Ellipsis:
+        return _pair_parser([_parser(one) for one in args])
+    if origin in _SEQUENCES:
+        return _sequence_parser(_parser(args[0]), list if origin is list else tuple)
+    if origin in (dict, Mapping) and args[0] is str:
+        return _mapping_parser(_parser(args[1]))
+    if hint is dict:
+        return _mapping_parser(lambda value: value)
+    raise TypeError(f"{hint}: no JSON value has this type")
+
+
+def _integer(value: Any) -> int:
+    # Not isinstance: true is not a number here.
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
+        raise WrongValue(f"expected an integer, not {_show(value)}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not -_MAX_NUMBER < value < _MAX_NUMBER:
+        raise WrongValue(f"expected a number, not {_show(value)}")
+    return float(value)
+
+
+def _exactly(cls: type, name: str) -> Parser:
+    def parse(value: Any) -> Any:
+        if type(value) is not cls:
+            raise WrongValue(f"expected {name}, not {_show(value)}")
+        return value
+
+    return parse
+
+
+_SCALARS: Mapping[Any, Parser] = {
+    int: _integer,
+    float: _number,
+    str: _exactly(str, "a text"),
+    bool: _exactly(bool, "true or false"),
+    type(None): _exactly(type(None), "null"),
+}
+
+
+def _literal_parser(allowed: Sequence[Any]) -> Parser:
+    def parse(value: Any) -> Any:
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            raise WrongValue(f"expected one of {', '.join(map(str, allowed))}, not {_show(value)}")
+        return value
+
+    return parse
+
+
+def _union_parser(parsers: Sequence[Parser]) -> Parser:
+    def parse(value: Any) -> Any:
+        problems = []
+        for parser in parsers:
+            try:
+                return parser(value)
+            except WrongValue as error:
+                problems.append(str(error))
+        # Of a type or null, the type's problem tells more.
+        raise WrongValue(problems[0])
+
+    return parse
+
+
+def _pair_parser(parsers: Sequence[Parser]) -> Parser:
+    def parse(value: Any) -> Any:
+        if type(value) not in (list, tuple) or len(value) != len(parsers):
+            raise WrongValue(f"expected a list of {len(parsers)}, not {_show(value)}")
+        return tuple(parser(item) for parser, item in zip(parsers, value, strict=True))
+
+    return parse
+
+
+def _sequence_parser(parser: Parser, cls: type) -> Parser:
+    def parse(value: Any) -> Any:
+        if type(value) not in (list, tuple):
+            raise WrongValue(f"expected a list, not {_show(value)}")
+        return cls(map(parser, value))
+
+    return parse
+
+
+def _mapping_parser(parser: Parser) -> Parser:
+    def parse(value: Any) -> Any:
+        if type(value) is not dict:
+            raise WrongValue(f"expected an object, not {_show(value)}")
+        if wrong := [name for name in value if type(name) is not str]:
+            raise WrongValue(f"expected names that are texts, not {_show(wrong[0])}")
+        return {name: parser(item) for name, item in value.items()}
+
+    return parse
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
