@@ -26,7 +26,6 @@ from hpcrun.specs.records import sync_directory
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import (
     COMMIT_RECORD,
-    SAVE_FORMAT_VERSION,
     SavedCheckpoint,
     UnreadableCheckpoint,
     read_saved_checkpoint,
@@ -127,7 +126,6 @@ def commit_generation(
         position,
         world_size,
         attempt,
-        format_version=SAVE_FORMAT_VERSION,
         generation=draft.generation.hex(),
         structure=structure,
         run_id=RunDir(draft.final.parent.parent).run_id,
@@ -307,8 +305,6 @@ def find_save_problem(saved: SavedCheckpoint | UnreadableCheckpoint) -> str | No
     """What its record and the sizes of its files already show to be wrong; None where that is nothing."""
     if isinstance(saved, UnreadableCheckpoint):
         return saved.problem
-    if saved.format_version < SAVE_FORMAT_VERSION:
-        return None
     try:
         check_file_sizes(saved)
     except DamagedError as error:

@@ -30,9 +30,7 @@ hash of every tail, a tail the hash of every chunk. Nothing is a pickle; nothing
 Commit: data files written and synced; manifest, record and directory synced in `.step-00000016.<attempt>`;
 one rename; the parent directory synced. Deletion begins with a rename out of the committed names.
 
-A newer version is refused. Saves of format 1 (torch's own, with a pickle) stay readable to `train --resume`
-and `ckpt export`, from the user's own directories; they hold no hashes, so nothing can be said of their
-bytes.
+Any other version is refused.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def list_steps(run: _Run, url: Url = None, endpoint: Endpoint = None, as_json: _
         _print_json({"steps": steps, "damaged": damaged, "copies_unknown": unknown})
         return
     for one in steps:
-        size = render_bytes(one["size_bytes"]) if one["size_bytes"] is not None else "size unknown"
+        size = render_bytes(one["size_bytes"])
         ranks = f"{one['world_size']} rank{'s' * (one['world_size'] != 1)}"
         facts = (f"step {one['step']}", f"{one['samples']} samples", size, one["level"], ranks, one["state"])
         words = "".join(f"  {one[key]}" for key in ("standing", "problem") if one[key])
@@ -94,7 +94,7 @@ def inspect(run: _Run, step: _Step = None, as_json: _Json = False) -> None:
     from hpcrun.checkpoint.format import data_file_name
     from hpcrun.checkpoint.generation import GenerationReader
 
-    saved = _require_format_2(_choose(run, step))
+    saved = _choose(run, step)
     with GenerationReader(saved) as generation:
         manifest = generation.manifest
     tensors: list[dict[str, Any]] = [
@@ -173,7 +173,7 @@ def verify(
 def _print_verified(results: list[dict[str, Any]], bad: list[dict[str, Any]], whole: list[int]) -> None:
     for one in results:
         name = f"step {one['step']}" if one["step"] is not None else one["path"]
-        print(f"{name}: {one['state']}" + (f", {one['note']}" if one.get("note") else ""))
+        print(f"{name}: {one['state']}")
         for damage in one["damages"]:
             print(f"  {damage}")
     if bad and whole:
@@ -199,7 +199,7 @@ def diff(
     from hpcrun.checkpoint.generation import GenerationReader
     from hpcrun.errors import EXIT_CHECK_FAILED
 
-    pair = [_require_format_2(_choose(run, step)), _require_format_2(_choose(of or run, other))]
+    pair = [_choose(run, step), _choose(of or run, other)]
     with GenerationReader(pair[0]) as first, GenerationReader(pair[1]) as second:
         same = len(first.manifest.tensors)
         with _progress(f"step {step} and {other}", _raw_bytes(first)) as show:
@@ -281,31 +281,21 @@ def gc(
     print(f"{verb} {len(garbage)} items, {render_bytes(sum(one.size_bytes for one in garbage))}")
 
 
-def _require_format_2(saved: SavedCheckpoint) -> SavedCheckpoint:
-    from hpcrun.errors import UsageError
-
-    if saved.format_version == 1:
-        raise UsageError(
-            f"{saved.path}: is of format 1, whose list of tensors is a pickle, which this verb does not open;"
-            " `ckpt export` can"
-        )
-    return saved
-
-
 def _as_json(saved: SavedCheckpoint, problem: str | None) -> dict[str, Any]:
-    old = saved.format_version == 1
+    from hpcrun.specs.saves import SAVE_FORMAT_VERSION
+
     return {
         "step": saved.step,
         "samples": saved.position,
         "world_size": saved.world_size,
         "attempt": saved.attempt,
-        "format_version": saved.format_version,
-        "generation": saved.generation or None,
-        "structure": saved.structure or None,
+        "format_version": SAVE_FORMAT_VERSION,
+        "generation": saved.generation,
+        "structure": saved.structure,
         "level": saved.level,
         "written": saved.written,
-        "size_bytes": None if old else sum(saved.file_bytes) + saved.manifest_bytes,
-        "state": "damaged" if problem else "unknown" if old else "complete",
+        "size_bytes": sum(saved.file_bytes) + saved.manifest_bytes,
+        "state": "damaged" if problem else "complete",
         "problem": problem,
         "path": str(saved.path),
     }
@@ -317,9 +307,7 @@ def _verify_step(saved: SavedCheckpoint, jobs: int | None) -> dict[str, Any]:
     from hpcrun.checkpoint.generation import GenerationReader
     from hpcrun.checkpoint.verify import default_verify_jobs, find_generation_damages
 
-    result: dict[str, Any] = {"step": saved.step, "path": str(saved.path), "state": "unknown", "damages": []}
-    if saved.format_version == 1:
-        return result | {"note": "format 1 holds no hashes"}
+    result: dict[str, Any] = {"step": saved.step, "path": str(saved.path), "damages": []}
     try:
         with (
             GenerationReader(saved) as generation,

@@ -273,13 +273,10 @@ def _load_target_job(run: RunDir, kind: str) -> JobSpec | None:
 
 def _export_hpcrun(run: RunDir, saved: SavedCheckpoint, out: Path, show: Callable[[int], None]) -> list[str]:
     from hpcrun.checkpoint.restore.exchange import atomic_directory, copy_generation_out
-    from hpcrun.errors import UsageError
     from hpcrun.specs.base_model import copy_base_model
     from hpcrun.specs.load import render_portable_job
     from hpcrun.specs.records import write_atomically
 
-    if saved.format_version == 1:
-        raise UsageError(f"{saved.path}: is of format 1, which holds no hashes; copy the directory")
     with atomic_directory(out) as aside, copy_base_model(run.path, aside):
         copy_generation_out(saved, aside, show)
         if not run.spec.exists():

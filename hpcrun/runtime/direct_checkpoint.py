@@ -41,10 +41,8 @@ from hpcrun.checkpoint.generation import GenerationReader, read_part_tail
 from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.lustre.storage import find_mount
 from hpcrun.checkpoint.os_errors import explain_os_error
-from hpcrun.checkpoint.restore.decide import save_failure_key
 from hpcrun.checkpoint.restore.inventory import gc_paused
 from hpcrun.errors import HpcrunError, SiteError, UsageError
-from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.data_files import DataFileWriter, PartResult, parts_by_rank
 from hpcrun.runtime.random_state import rng_state, set_rng_state
@@ -362,7 +360,7 @@ class DirectCheckpointer:
         sorted_saves = sort_checkpoints(self.root, saves)
         lost = {one.path: problem for one in unreadable if (problem := self._problem_of(one))}
         for one in reversed(sorted_saves.line):
-            if one.path in self._damaged or save_failure_key(one) in self.avoided:
+            if one.path in self._damaged or one.generation in self.avoided:
                 continue
             problem = self._confirmed_problem(one)
             if problem is None:
@@ -404,8 +402,6 @@ class DirectCheckpointer:
         """What the cheap checks say: record, manifest, sizes, and the beginnings of all parts."""
         if isinstance(saved, UnreadableCheckpoint):
             return _RestoreProblem(f"{saved.path}: is damaged: {saved.problem}", is_proved=saved.is_seen)
-        if saved.format_version == 1:
-            return None
         try:
             # Whoever loads it next need not read its manifest again.
             self._opened = {saved.path: GenerationReader(saved)}
@@ -454,16 +450,13 @@ class DirectCheckpointer:
 def load_weights(saved: SavedCheckpoint) -> dict[str, Tensor]:
     """The whole weights of a saved step on one process, by canonical name; needs no process group."""
     prefix = "model."
-    if saved.format_version == 1:
-        state = torchformat.load_whole(saved, prefix)
-    else:
-        with GenerationReader(saved) as generation:
-            state = {
-                name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-                for name, tensor in generation.manifest.tensors.items()
-                if name.startswith(prefix)
-            }
-            fill_from_chunks(generation, state)
+    with GenerationReader(saved) as generation:
+        state = {
+            name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            for name, tensor in generation.manifest.tensors.items()
+            if name.startswith(prefix)
+        }
+        fill_from_chunks(generation, state)
     return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
 
 

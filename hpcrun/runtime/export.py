@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.restore.exchange import atomic_directory
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.runtime import torchformat
 from hpcrun.runtime.dtype_casts import CastSummary, DtypeCaster
 from hpcrun.runtime.hf_weights import write_hf
 from hpcrun.runtime.model import parameter_shapes
@@ -108,8 +107,6 @@ def export_dcp(
 
     Gives the keys of the job that were left out of its spec.yaml, as they describe no state.
     """
-    if saved.format_version == 1:
-        raise UsageError(f"{saved.path}: is a checkpoint of torch's own already; copy the directory")
     with (
         GenerationReader(saved) as generation,
         atomic_directory(directory) as aside,
@@ -134,8 +131,6 @@ def export_dcp(
         note = {"step": saved.step, "position": saved.position, "world_size": saved.world_size}
         origin = {"run": run.id, "generation": saved.generation, "structure": saved.structure}
         write_json(aside / EXPORT_NOTE_FILE, {"schema_version": 1, **note, **origin})
-        if not run.spec.exists():  # a script's saves
-            return []
         if not run.spec.exists():  # a script's saves
             return []
         text, left_out = render_portable_job(run.spec)
@@ -163,11 +158,6 @@ def _read_tensors(
     saved: SavedCheckpoint, shapes: dict[str, tuple[int, ...]], progress: _Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a save in turn, whole and proved; UsageError where it has another model than expected."""
-    if saved.format_version == 1:
-        whole = torchformat.load_whole(saved, "model.")
-        _check_shapes(saved, shapes, {name: tuple(tensor.shape) for name, tensor in whole.items()})
-        yield from ((name, whole[name]) for name in shapes)
-        return
     with GenerationReader(saved) as generation:
         stored = generation.manifest.tensors
         _check_shapes(saved, shapes, {name: tensor.shape for name, tensor in stored.items()})

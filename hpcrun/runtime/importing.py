@@ -44,7 +44,6 @@ from hpcrun.specs.hf_directory import (
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.saves import (
     COMMIT_RECORD,
-    SAVE_FORMAT_VERSION,
     SavedCheckpoint,
     UnreadableCheckpoint,
     read_saved_checkpoint,
@@ -63,9 +62,7 @@ def detect_source_format(source: Path) -> str:
             f"{source}: is no directory; give one that `ckpt export`, torch or transformers made"
         )
     saved = read_saved_checkpoint(source)
-    if (isinstance(saved, SavedCheckpoint) and saved.format_version == SAVE_FORMAT_VERSION) or (
-        isinstance(saved, UnreadableCheckpoint) and (source / COMMIT_RECORD).exists()
-    ):
+    if isinstance(saved, SavedCheckpoint) or (saved is not None and (source / COMMIT_RECORD).exists()):
         return "hpcrun"
     if (source / METADATA_FILE).is_file():
         return "dcp"
@@ -213,9 +210,6 @@ class _ExportNote:
 
 
 def _read_export_note(source: Path) -> _ExportNote | None:
-    saved = read_saved_checkpoint(source)
-    if isinstance(saved, SavedCheckpoint):
-        return _ExportNote(saved.step, saved.position, saved.world_size)
     try:
         told = json.loads((source / EXPORT_NOTE_FILE).read_text(encoding="utf-8"))
         fields = [told[name] for name in ("step", "position", "world_size")]

@@ -11,7 +11,6 @@ from torch import Tensor
 from hpcrun.checkpoint.chunk_reader import ChunkSource
 from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.errors import UsageError
-from hpcrun.runtime import torchformat
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.resharding import dtype_name, fill_from_chunks
 from hpcrun.specs.saves import SavedCheckpoint
@@ -43,16 +42,12 @@ class RestoreTarget:
         if self.fit is not None:
             return self.fit(where, world_size, source)
         stored = {name: tensor.shape for name, tensor in source.manifest.tensors.items()}
-        entries = self.match(stored, where, world_size)
-        _check_types(source, where, entries)
-        return entries
-
-    def match(self, stored: dict[str, tuple[int, ...]], where: str, world_size: int) -> dict[str, Tensor]:
-        """The state, if it is what is stored, and memory for this rank's random state, if there is some."""
         _check_entries(where, stored, self.expected)
         # Another kind of device keeps another kind of random state.
         is_alike = world_size == self.control.size and stored.get(self.own) == self.random_state.shape
-        return self.state | ({self.own: self.random_state} if is_alike else {})
+        entries = self.state | ({self.own: self.random_state} if is_alike else {})
+        _check_types(source, where, entries)
+        return entries
 
 
 class RestoreCandidate:
@@ -71,23 +66,16 @@ class RestoreCandidate:
         With `fit` the state is somebody's who may go on with it after an error: then every byte is proved
         before the first is filled.
         """
-        saved, where, wanted = self._saved, str(self._saved.path), self._wanted
-        if saved.format_version == 1:
-            if wanted.fit is not None:
-                raise UsageError(f"{saved.path}: was written by an hpcrun before this one; export it")
-            self._entries = wanted.match(torchformat.stored_shapes(saved), where, saved.world_size)
-            return
+        saved = self._saved
         source = self._source = opened.enter_context(open_save(saved))
-        self._entries = wanted.select_entries(source, where, saved.world_size)
-        if wanted.fit is not None:
+        self._entries = self._wanted.select_entries(source, str(saved.path), saved.world_size)
+        if self._wanted.fit is not None:
             fill_from_chunks(source, self._entries, only_prove=True)
 
     def fill(self) -> None:
         """Fill the state."""
-        if self._source is None:
-            torchformat.load(self._saved, self._entries)
-        else:
-            fill_from_chunks(self._source, self._entries)
+        assert self._source is not None, "a save is filled from before it was opened"
+        fill_from_chunks(self._source, self._entries)
 
     @property
     def random_state(self) -> Tensor | None:

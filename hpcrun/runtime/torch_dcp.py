@@ -72,7 +72,9 @@ class TorchCheckpoint:
         self.directory = directory
         self._reader = TorchReader(directory)
         entries = self._reader.read_metadata().state_dict_metadata
-        self._entries = self._reader.tensors
+        self._entries = {
+            name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+        }
         self.others = sorted(entries.keys() - self._entries.keys())
         """What it holds besides tensors, which would take a pickle to read."""
 
@@ -112,12 +114,6 @@ class TorchReader(FileSystemReader):
         if self._known is None:
             self._known = _read_metadata(self._directory / METADATA_FILE)
         return self._known
-
-    @property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """What it says of each tensor, by name; anything else in it would take a pickle to read."""
-        every = self.read_metadata().state_dict_metadata
-        return {name: entry for name, entry in every.items() if isinstance(entry, TensorStorageMetadata)}
 
     def check(self, name: str) -> None:
         """SiteError unless the checksums of a tensor's pieces hold, which torch itself does not compare."""

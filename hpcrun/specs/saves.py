@@ -38,9 +38,8 @@ class SavedCheckpoint:
     """Training samples consumed, all ranks together."""
     world_size: int
     attempt: int
-    format_version: int = 1
-    generation: str = ""
-    """Random and in every block of its files; saves of format 1 have none, nor anything of what follows."""
+    generation: str
+    """Random and in every block of its files."""
     structure: str = ""
     """Digest of all names, types and whole shapes: equal for states that load into the same job."""
     run_id: str = ""
@@ -68,7 +67,7 @@ class UnreadableCheckpoint:
 def read_saved_checkpoints(checkpoints: Path) -> tuple[list[SavedCheckpoint], list[UnreadableCheckpoint]]:
     """All committed steps that lie there by step, and those whose record is damaged; none half-written.
 
-    UsageError for a step that a newer hpcrun has written.
+    UsageError for a step in a newer or older format than this.
     """
     found, unreadable = list[SavedCheckpoint](), list[UnreadableCheckpoint]()
     try:
@@ -85,10 +84,10 @@ def read_saved_checkpoints(checkpoints: Path) -> tuple[list[SavedCheckpoint], li
 def read_saved_checkpoint(path: Path) -> SavedCheckpoint | UnreadableCheckpoint | None:
     """What a directory of a committed step is; None where there is no directory.
 
-    UsageError for a step that a newer hpcrun has written.
+    UsageError for a step in a newer or older format than this.
     """
     try:
-        return _parse_commit_record(path, read_regular(path / COMMIT_RECORD, _MOST_RECORD_BYTES).decode())
+        return parse_commit_record(path, read_regular(path / COMMIT_RECORD, _MOST_RECORD_BYTES).decode())
     except FileNotFoundError:
         # A generation gets its name with its record in it, and loses its name before the record.
         return UnreadableCheckpoint(path, f"{COMMIT_RECORD} is missing", False) if path.is_dir() else None
@@ -150,20 +149,16 @@ def refuse_foreign_checkpoints(checkpoints: Path, sorted_saves: SortedCheckpoint
         return
     newest, run = sorted_saves.strangers[-1], checkpoints.parent
     whose = f"of another run ({newest.run_id})" if newest.run_id else "of no known run"
-    if newest.format_version < SAVE_FORMAT_VERSION:
-        remedy = "it is of an older layout; `hpcrun ckpt export` takes it elsewhere"
-    else:
-        remedy = (
-            f"to have it here type: mv {newest.path} {run}/ && hpcrun ckpt import {run / newest.path.name}"
-        )
-        remedy += f" --run {run}"
-    raise UsageError(f"{newest.path}: is {whose}, and is not gone on from in {run}; {remedy}")
+    raise UsageError(
+        f"{newest.path}: is {whose}, and is not gone on from in {run}; to have it here type:"
+        f" mv {newest.path} {run}/ && hpcrun ckpt import {run / newest.path.name} --run {run}"
+    )
 
 
 def render_commit_record(saved: SavedCheckpoint) -> str:
     """The commit record of a step, with a hash of itself."""
     record = {
-        "format_version": saved.format_version,
+        "format_version": SAVE_FORMAT_VERSION,
         "generation": saved.generation,
         "level": saved.level,
         "step": saved.step,
@@ -181,23 +176,22 @@ def render_commit_record(saved: SavedCheckpoint) -> str:
 
 
 def parse_commit_record(path: Path, text: str) -> SavedCheckpoint | UnreadableCheckpoint:
-    """What a commit record says, wherever it was read; UsageError for one that a newer hpcrun has written."""
-    return _parse_commit_record(path, text)
-
-
-def _parse_commit_record(path: Path, text: str) -> SavedCheckpoint | UnreadableCheckpoint:
+    """What a commit record says, wherever it was read; UsageError for one in another format than this."""
     try:
         record = json.loads(text)
-        version = record["format_version"]
+        version = record.pop("format_version")
         if isinstance(version, int) and version > SAVE_FORMAT_VERSION:
             raise UsageError(
                 f"{path}: written in format {version}, this hpcrun reads up to {SAVE_FORMAT_VERSION};"
                 " use a newer hpcrun"
             )
         if version == 1:
-            return SavedCheckpoint(path, *_read_counts(record))
+            raise UsageError(
+                f"{path}: save format 1 is no longer read; move it out of the run: without {COMMIT_RECORD} it"
+                " is a checkpoint of torch's, which `hpcrun ckpt import` takes with --step"
+            )
         check = record.pop(_CHECK)
-        if version != SAVE_FORMAT_VERSION or check != _record_hash(record):
+        if version != SAVE_FORMAT_VERSION or check != _record_hash({"format_version": version, **record}):
             return UnreadableCheckpoint(path, f"{COMMIT_RECORD} does not match the hash in it")
         _check_fields(record)
         manifest_bytes, manifest_hash = record.pop("manifest")
@@ -212,21 +206,14 @@ def _parse_commit_record(path: Path, text: str) -> SavedCheckpoint | UnreadableC
         return UnreadableCheckpoint(path, f"{COMMIT_RECORD} is no record of a save")
 
 
-def _read_counts(record: dict[str, Any]) -> tuple[int, int, int, int]:
-    """ValueError for anything that counts nothing: a record may come from elsewhere."""
-    step, position, world_size, attempt = (record[name] for name in _COUNTS)
-    if not all(_is_count(one) for one in (step, position, world_size, attempt)) or not world_size:
-        raise ValueError("it counts nothing")
-    return step, position, world_size, attempt
-
-
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < MAX_COUNT
 
 
 def _check_fields(record: dict[str, Any]) -> None:
     """ValueError for values of other kinds than we write: some become part of a file's name."""
-    _read_counts(record)
+    if not all(_is_count(record[name]) for name in _COUNTS) or not record["world_size"]:
+        raise ValueError("it counts nothing")
     manifest_bytes, manifest_hash = record["manifest"]
     texts = (record["generation"], record["structure"], record["level"], manifest_hash)
     if not all(isinstance(one, str) for one in texts) or not _GENERATION.fullmatch(record["generation"]):

@@ -76,7 +76,7 @@ def saved(step: int, attempt: int = 1) -> SavedCheckpoint:
     one = stamp(step, attempt=attempt)
     path = RUN / f"step-{step:08d}"
     known: dict[str, Any] = {"generation": one.generation, "descent": one.descent}
-    return SavedCheckpoint(path, step, 8 * step, 4, attempt, format_version=2, **known)
+    return SavedCheckpoint(path, step, 8 * step, 4, attempt, **known)
 
 
 def test_the_newest_in_memory_comes_before_an_older_save() -> None:

@@ -157,10 +157,22 @@ def test_verification_names_every_damaged_chunk(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused_in_one_line(tmp_path: Path) -> None:
-    saved = save(tmp_path, 4)
-    (saved.path / COMMIT_RECORD).write_text(render_commit_record(replace(saved, format_version=3)))
+    record = save(tmp_path, 4).path / COMMIT_RECORD
+    record.write_text(record.read_text().replace('"format_version": 2', '"format_version": 3'))
     with pytest.raises(UsageError, match=r"format 3, this hpcrun reads up to 2; use a newer hpcrun"):
         read_saved_checkpoints(tmp_path)
+
+
+def test_format_1_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = save(tmp_path, 4).path
+    record = {"format_version": 1, "step": 4, "position": 8, "world_size": 2, "attempt": 1}
+    (path / COMMIT_RECORD).write_text(json.dumps(record))
+    with pytest.raises(UsageError) as refused:
+        read_saved_checkpoints(tmp_path)
+    assert str(refused.value) == (
+        f"{path}: save format 1 is no longer read; move it out of the run: without complete.json it is a"
+        " checkpoint of torch's, which `hpcrun ckpt import` takes with --step"
+    )
 
 
 def test_a_manifest_whose_chunks_leave_a_gap_is_refused(tmp_path: Path) -> None:

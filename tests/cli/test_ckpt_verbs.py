@@ -56,26 +56,21 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
-def test_ls_tells_complete_from_damaged_and_unknown(saved_run: RunDir) -> None:
-    old = saved_run.checkpoints / "step-00000001"
-    old.mkdir()
-    record = {"format_version": 1, "step": 1, "position": 8, "world_size": 2, "attempt": 1}
-    write_json(old / COMMIT_RECORD, record)
+def test_ls_tells_complete_from_damaged(saved_run: RunDir) -> None:
     (saved_run.checkpoints / "step-00000004" / "data-00001.bin").write_bytes(b"")
     broken = saved_run.checkpoints / "step-00000005"
     broken.mkdir()
     (broken / COMMIT_RECORD).write_text("{")
     found = told("ls", saved_run.path)
     assert [(one["step"], one["state"]) for one in found["steps"]] == [
-        (1, "unknown"),
         (2, "complete"),
         (4, "damaged"),
     ]
     assert found["damaged"] == [{"path": str(broken), "problem": f"{COMMIT_RECORD} is no record of a save"}]
     lines = run("ls", saved_run.path).stdout.splitlines()
-    assert lines[1].startswith("step 2  16 samples  ")
-    assert "  durable  2 ranks  complete  " in lines[1]
-    assert "data-00001.bin: has 0 bytes instead of" in lines[2]
+    assert lines[0].startswith("step 2  16 samples  ")
+    assert "  durable  2 ranks  complete  " in lines[0]
+    assert "data-00001.bin: has 0 bytes instead of" in lines[1]
 
 
 def test_inspect_lists_tensors_with_their_files(saved_run: RunDir) -> None:
@@ -193,18 +188,17 @@ def test_gc_leaves_what_a_run_may_be_writing(saved_run: RunDir) -> None:
     assert leftover.is_dir()
 
 
-def test_old_saves_are_unknown_and_not_opened(saved_run: RunDir) -> None:
+@pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "repair", "gc", "export"])
+def test_saves_of_format_1_are_refused(verb: str, saved_run: RunDir) -> None:
     old = saved_run.checkpoints / "step-00000009"
     old.mkdir()
     write_json(
         old / COMMIT_RECORD, {"format_version": 1, "step": 9, "position": 8, "world_size": 2, "attempt": 1}
     )
-    result = run("verify", saved_run.path, "--step", 9)
-    assert result.exit_code == 0
-    assert result.stdout == "step 9: unknown, format 1 holds no hashes\n"
-    refused = run("inspect", saved_run.path, "--step", 9)
+    out = ["--out", str(saved_run.path / "out")] if verb == "export" else []
+    refused = run(verb, saved_run.path, *out)
     assert isinstance(refused.exception, UsageError)
-    assert "format 1" in str(refused.exception)
+    assert str(refused.exception).startswith(f"{old}: save format 1 is no longer read; ")
 
 
 def test_repair_says_what_it_took_from_where(saved_run: RunDir, tmp_path: Path) -> None:

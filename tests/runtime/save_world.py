@@ -9,14 +9,12 @@ import errno
 import json
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -26,9 +24,7 @@ from hpcrun.launcher_world import detect_world
 from hpcrun.runtime import data_files, direct_checkpoint
 from hpcrun.runtime.connect import connect_ranks
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.direct_checkpoint import DirectCheckpointer, load_weights
-from hpcrun.specs.records import write_json
-from hpcrun.specs.saves import COMMIT_RECORD, read_saved_checkpoints
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 
 SHAPES = {"model.even": (8, 6), "model.uneven": (7, 5), "model.few": (1, 3), "model.wide": (2, 9)}
 TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)
@@ -232,33 +228,6 @@ def fallen_back(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceM
     return [restored.step, restored.lost_steps, len(restored.passed_over), is_right, names]
 
 
-def old_format(root: Path, control: Control, mesh: DeviceMesh, square: DeviceMesh) -> Any:
-    """A save as hpcrun wrote it before: torch's own, with a record beside it."""
-    path, whole = root / "step-00000003", wholes()
-    if control.rank == 0:
-        root.mkdir(mode=0o700)
-        path.mkdir(mode=0o700)
-    control.barrier()
-    entries: dict[str, Any] = laid_out(whole, mesh, Shard(0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp_save(entries, checkpoint_id=path)
-    if control.rank == 0:
-        record = {"format_version": 1, "step": 3, "position": 30, "world_size": control.size, "attempt": 1}
-        write_json(path / COMMIT_RECORD, record)
-    control.barrier()
-    state = empty_like(whole, square, Replicate(), Shard(1))
-    said = ""
-    try:
-        DirectCheckpointer(root, control, attempt=2, keep=1).restore(state, shapes(whole))
-    except UsageError as error:
-        said = str(error)
-    (saved,), _ = read_saved_checkpoints(root)
-    weights = load_weights(saved) if control.rank == 0 else {}
-    bare = {name.removeprefix("model."): tensor for name, tensor in whole.items()}
-    return [said.removeprefix(f"{root}/"), same(weights, bare)]
-
-
 class View:
     """What one rank sees of a directory, otherwise than the others do."""
 
@@ -334,7 +303,7 @@ def stale(root: Path, control: Control, mesh: DeviceMesh, _square: DeviceMesh) -
     return told
 
 
-SCENARIOS = (reshard, replicas, steady, strict, randomness, failing, fallen_back, stale, old_format)
+SCENARIOS = (reshard, replicas, steady, strict, randomness, failing, fallen_back, stale)
 
 
 def main(directory: str) -> None:

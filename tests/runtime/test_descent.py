@@ -128,7 +128,7 @@ def test_a_restart_from_an_older_step_leaves_what_came_later(tmp_path: Path) -> 
 
 def test_lines_of_any_forks() -> None:
     def saved(attempt: int, step: int, descent: str) -> SavedCheckpoint:
-        return SavedCheckpoint(Path(f"{attempt}-{step}"), step, 0, 1, attempt, descent=descent)
+        return SavedCheckpoint(Path(f"{attempt}-{step}"), step, 0, 1, attempt, "", descent=descent)
 
     first = [saved(1, step, "") for step in (1, 2, 3, 9)]
     second = [saved(2, step, "1@2") for step in (3, 4, 8)]

@@ -70,10 +70,3 @@ STALE = [
 
 def test_what_one_rank_alone_does_not_see_is_waited_for_and_never_renamed(told: dict[str, Any]) -> None:
     assert told["stale"] == STALE
-
-
-def test_saves_of_the_format_before_are_read_but_not_gone_on_from(told: dict[str, Any]) -> None:
-    said, is_read = told["old_format"]
-    assert said.startswith("step-00000003: is of no known run, and is not gone on from")
-    assert "ckpt export" in said
-    assert is_read

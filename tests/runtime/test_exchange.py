@@ -373,14 +373,15 @@ def test_a_full_disk_leaves_nothing(
     assert not [path for path in tmp_path.iterdir() if "hf" in path.name or "dcp" in path.name]
 
 
-def test_saves_of_torch_s_format_are_imported_with_their_step(
+def test_a_save_of_format_1_is_imported_without_its_record(
     saved_run: RunDir, job: Path, tmp_path: Path
 ) -> None:
-    """What a run of the format before has left."""
     old = dcp_of(job, tmp_path / "old")
     record = {"format_version": 1, "step": 5, "position": 20, "world_size": 1, "attempt": 1}
     (old / "complete.json").write_text(json.dumps(record))
-    assert told("import", old, "--run", saved_run.id)["samples"] == 20
+    assert "save format 1 is no longer read" in refused("import", old, "--run", saved_run.id)
+    (old / "complete.json").unlink()
+    told("import", old, "--run", saved_run.id, "--step", 5)
     assert restored(saved_run.checkpoints, job)[0] == 5
     shutil.rmtree(old)
 

@@ -216,7 +216,7 @@ def test_names_in_lists_never_climb(saved_run: RunDir, job: Path, tmp_path: Path
 
 
 def test_a_record_of_other_kinds_proves_nothing(saved_run: RunDir, job: Path, tmp_path: Path) -> None:
-    good = SavedCheckpoint(tmp_path, 4, 16, 1, 1, 2, "0" * 32, "s", "r", "", "durable", 1.0, 10, "h", (1,))
+    good = SavedCheckpoint(tmp_path, 4, 16, 1, 1, "0" * 32, "s", "r", "", "durable", 1.0, 10, "h", (1,))
     wrong: list[dict[str, Any]] = [
         {"step": "../../x"}, {"step": -1}, {"step": True}, {"step": 1 << 70}, {"world_size": 0},
         {"generation": "../../../home"}, {"generation": 5}, {"file_bytes": (-1,)}, {"file_bytes": ("x",)},

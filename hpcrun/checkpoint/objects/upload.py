@@ -32,9 +32,9 @@ from hpcrun.checkpoint.objects.catalogue import (
     split_into_objects,
 )
 from hpcrun.checkpoint.objects.store import TRANSFER_BYTES, ListedObject, ObjectPresence, ObjectStore
-from hpcrun.errors import SiteError, UsageError
+from hpcrun.errors import SiteError
 from hpcrun.files import UntrustedFileError, open_regular
-from hpcrun.specs.saves import COMMIT_RECORD, SAVE_FORMAT_VERSION, SavedCheckpoint
+from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint
 
 UploadProgress = Callable[[int], None]
 ReadBytes = Callable[[int, int], bytes]
@@ -109,8 +109,6 @@ def upload_save(
 
     It is proved first: DamagedError for one that is not whole. A failure leaves no record.
     """
-    if saved.format_version != SAVE_FORMAT_VERSION:
-        raise UsageError(f"{saved.path}: is of format {saved.format_version}, which is not copied to a store")
     with GenerationReader(saved) as generation:
         if damage := next(generation.damages(), None):
             raise DamagedError(f"{damage}; a damaged save is not copied")

@@ -89,18 +89,13 @@ def _candidate_id(one: GenerationId | SavedCheckpoint | ObjectCandidate) -> Gene
 
 def _suspect_key(one: GenerationId | SavedCheckpoint | ObjectCandidate, poisoned: Collection[str]) -> str:
     """What a candidate is poisoned as; empty where it is not."""
-    key = save_failure_key(one) if isinstance(one, SavedCheckpoint) else _candidate_id(one).generation
+    key = _candidate_id(one).generation
     is_bad = key in poisoned or (isinstance(one, GenerationId) and node_failure_key(key) in poisoned)
     return key if is_bad else ""
 
 
 def _damage_text(one: UnreadableCheckpoint) -> str:
     return f"{one.path}: is damaged: {one.problem}"
-
-
-def save_failure_key(saved: SavedCheckpoint) -> str:
-    """What a save is known by where its failures are counted."""
-    return saved.generation or saved.path.name
 
 
 def node_failure_key(generation: str) -> str:

@@ -51,7 +51,6 @@ from hpcrun.specs.records import sync_directory
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import (
     COMMIT_RECORD,
-    SAVE_FORMAT_VERSION,
     SavedCheckpoint,
     read_saved_checkpoints,
     render_commit_record,
@@ -84,8 +83,7 @@ class RepairReport:
 def find_repair_candidates(checkpoints: Path, step: int | None = None) -> list[Path]:
     """What may need repair: every save, and what was set aside and has no other save in its place."""
     saves, unreadable = read_saved_checkpoints(checkpoints)
-    found = [saved.path for saved in saves if saved.format_version == SAVE_FORMAT_VERSION]
-    found += [one.path for one in unreadable]
+    found = [*(saved.path for saved in saves), *(save.path for save in unreadable)]
     taken = {step_of_directory(path) for path in found}
     aside = sorted(
         checkpoints.glob(f"{DAMAGED_PREFIX}*"), key=lambda path: path.stat().st_mtime, reverse=True
@@ -214,7 +212,6 @@ def _rebuild_record(stamp: GenerationId, path: Path, data: bytes) -> SavedCheckp
         stamp.position,
         stamp.world_size,
         stamp.attempt,
-        format_version=SAVE_FORMAT_VERSION,
         generation=stamp.generation,
         structure=compute_structure_digest(manifest.tensors),
         run_id=RunDir(path.parent.parent).run_id,

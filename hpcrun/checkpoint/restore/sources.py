@@ -134,7 +134,7 @@ def identify_generation(path: Path, step: int | None = None) -> str | None:
     """
     saved = read_saved_checkpoint(path)
     if isinstance(saved, SavedCheckpoint) and step in (None, saved.step):
-        return saved.generation or None
+        return saved.generation
     copy = DirectoryCopy(path)
     try:
         told = json.loads(copy.manifest() or b"")["generation"]

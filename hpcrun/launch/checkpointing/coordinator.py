@@ -212,7 +212,7 @@ class CheckpointCoordinator:
         found = sort_checkpoints(self._run.checkpoints, saves)
         there = [node for node in self._nodes.alive if node not in placement.nodes]
         nodes = [node for node in [*placement.nodes, *there] if node in self._nodes.alive]
-        check = _check_metadata if self.has_levels else _check_files
+        check = _check_metadata if self.has_levels else find_save_problem
         poison = read_suspect_saves(self._run)
         plan = decide_restore(
             holdings, found.own, unreadable, [], poison, nodes, check, self._find_intact_parts
@@ -353,15 +353,8 @@ def _is_in_set(holding: InventoryEntry, stamp: GenerationId, members: object) ->
     return holding.stamp == stamp and holding.parity is not None and holding.parity.members == members
 
 
-def _check_files(saved: SavedCheckpoint) -> str | None:
-    """Where ranks look for themselves: whether the files are there, and as long as they should be."""
-    return find_save_problem(saved)
-
-
 def _check_metadata(saved: SavedCheckpoint) -> str | None:
     """All that can be seen without reading the data."""
-    if saved.format_version == 1:
-        return None
     try:
         GenerationReader(saved).close()
     except DamagedError as error:
