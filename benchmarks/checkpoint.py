@@ -1,6 +1,6 @@
 """Saving and restoring against the limits of memory and disk, and against torch's own distributed checkpoint.
 
-One process, one thread, and the drain worker of its node. The limit of a copy into memory is one memcpy of as
+One process, one thread, and its node's checkpoint worker. The limit of a copy into memory is one memcpy of as
 many bytes into a buffer that was used before; that of what the worker does from then on, until the save is
 hashed, synced and committed, is plain writes and one fsync.
 
@@ -118,7 +118,7 @@ class Bench:
 
 
 class Behind:
-    """Saves through the memory of this node and its drain worker, as anybody's trainer makes them."""
+    """Saves through the memory of this node and its checkpoint worker, as anybody's trainer makes them."""
 
     def __init__(self, directory: Path, **options: Any) -> None:
         from hpcrun.runtime.checkpointer import Checkpointer
@@ -283,7 +283,7 @@ class Lane:
     def __init__(self, root: Path, flat: Any, size_bytes: int) -> None:
         self.size_bytes, self.step = size_bytes, 0
         self.state = {f"model.{n}": part for n, part in enumerate(flat.split(size_bytes // 4))}
-        self.behind = Behind(root / f"memory-{size_bytes}", spread=0)
+        self.behind = Behind(root / f"memory-{size_bytes}", flush_duty=0)
 
     def save(self) -> tuple[float, float, float]:
         """Seconds of the copy, of the calls, and from then on until the save is stored."""

@@ -87,7 +87,7 @@ def no_save(_step: int) -> Callable[[], bool]:
 
 @contextmanager
 def ours(folder: Path, trainer: Trainer, *, memory: int = 2, **options: Any) -> Iterator[Begin]:
-    """hpcrun's saves: through memory and the drain worker, or at once."""
+    """hpcrun's saves: through memory and the checkpoint worker, or at once."""
     behind = Behind(folder, memory=memory, **options)
     behind.saves.fence_before(trainer.optimizer)
 
@@ -168,7 +168,7 @@ def candidates(root: Path, trainer: Trainer, stack: ExitStack) -> dict[str, Begi
     made = {
         "ours": ours(root / "ours", trainer),
         "ours, through the page cache": ours(root / "ours-cached", trainer, durable={"direct": False}),
-        "ours, without rests": ours(root / "ours-at-once", trainer, spread=0),
+        "ours, without rests": ours(root / "ours-at-once", trainer, flush_duty=0),
         "ours, synchronous": ours(root / "ours-synchronous", trainer, memory=0),
         "torch.save": plain(root, trainer),
         "async_save, thread": asynchronous(root, trainer, kind="thread"),

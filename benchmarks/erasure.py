@@ -1,6 +1,6 @@
 """Making parity and making a lost block again, in GB/s of the data that is read, beside a copy in memory.
 
-One thread. Both sides of a pair go through the same bytes, in the windows that the drain worker uses, and
+One thread. Both sides of a pair go through the same bytes, in the checkpoint worker's windows, and
 alternate; the copy goes into memory that was written to before. A copy reads and writes each byte; XOR of D
 chunks reads D and writes one, so it can come out ahead of the copy. Nothing goes over a network here.
 """

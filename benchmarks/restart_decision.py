@@ -1,7 +1,7 @@
 """How long it takes to decide what a run goes on from: many generations, on nodes and in the run directory.
 
 Everything is read as a supervisor reads it: the commit record of every save from a file, and what every node
-holds from the line of JSON that its drain worker has sent, parts and parity of each generation. Then the
+holds from the line of JSON that its checkpoint worker has sent, parts and parity of each generation. Then the
 decision is made. The state has so many tensors, cut over so many ranks; the newest save that a decision falls
 upon is opened as well, which makes its cheap checks and reads its manifest.
 

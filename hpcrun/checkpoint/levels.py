@@ -139,7 +139,7 @@ def parse_inventory_entry(
 
 
 class Tier(Protocol):
-    """A level below memory, as the drain worker of a node sees it."""
+    """A level below memory, as the checkpoint worker of a node sees it."""
 
     level: CheckpointLevel
 

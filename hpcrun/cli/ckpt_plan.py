@@ -136,7 +136,7 @@ def _format_costs(found: CheckpointPlan) -> list[str]:
     for one in found.costs.levels:
         every = f"every {one.every} steps" if one.every else otherwise
         told.append(f"  {one.level}: {every}")
-        told += [_format_time_line("training waits", one.stall), _format_time_line("drains for", one.drain)]
+        told += [_format_time_line("training waits", one.stall), _format_time_line("flushed in", one.flush)]
     return [
         *told,
         "times",

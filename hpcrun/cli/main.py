@@ -287,7 +287,7 @@ def _run_sidecar(run_dir: str, name: str = "") -> int:
 
 
 def _run_checkpoint_worker(root: str = "") -> int:
-    """The internal verb `_drain [ROOT]`: a node's drain worker, the child of its agent; see its module."""
+    """The internal verb `_checkpoint_worker [ROOT]`: the checkpoint worker of a node, child of its agent."""
     importlib.import_module("hpcrun.checkpoint.flush.worker").main(root)
     return EXIT_DONE
 
@@ -308,7 +308,7 @@ _INTERNAL: dict[str, Callable[..., int]] = {
     "_chaos": _execute_injection,
     "_beside": _run_sidecar,
     "_reach": _run_connectivity_step,
-    "_drain": _run_checkpoint_worker,
+    "_checkpoint_worker": _run_checkpoint_worker,
     "_takeover": _run_successor,
 }
 """What we start ourselves."""

@@ -47,8 +47,9 @@ if [ "${{node%%.*}}" != "${{placed%%.*}}" ]; then
     give_up "is to stand on $placed, and the launcher has put it on $node" {misplaced}
     exit {misplaced}
 fi
-case ${{HPCRUN_DRAIN:-}} in *"{mark}"*)
-    export HPCRUN_DRAIN="${{HPCRUN_DRAIN%%"{mark}"*}}$placed${{HPCRUN_DRAIN##*"{mark}"}}" ;;
+socket=${{HPCRUN_WORKER_SOCKET:-}}
+case $socket in *"{mark}"*)
+    export HPCRUN_WORKER_SOCKET="${{socket%%"{mark}"*}}$placed${{socket##*"{mark}"}}" ;;
 esac
 # Values of this node alone, but where somebody has set another one than all ranks get.
 tab=$(printf '\t')

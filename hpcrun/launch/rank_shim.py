@@ -24,9 +24,9 @@ from hpcrun.shm_segments import mapped_segments
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.run_variables import (
-    DRAIN_VARIABLE,
     NODE_MARK,
     RUN_ID_VARIABLE,
+    WORKER_SOCKET_VARIABLE,
 )
 from hpcrun.specs.rundir import Attempt
 from hpcrun.specs.saves import resumable_checkpoints
@@ -153,10 +153,10 @@ def _rank_record(world: World) -> dict[str, Any]:
 
 def _resolve_worker_socket(attempt: Attempt, rank: int) -> None:
     """Put the name of this rank's node where all ranks were told the same."""
-    told = os.environ.get(DRAIN_VARIABLE, "")
+    told = os.environ.get(WORKER_SOCKET_VARIABLE, "")
     found = read_placement(attempt.placement) if NODE_MARK in told else None
     if found is not None and rank < len(found[0].ranks):
-        os.environ[DRAIN_VARIABLE] = told.replace(NODE_MARK, found[0].ranks[rank])
+        os.environ[WORKER_SOCKET_VARIABLE] = told.replace(NODE_MARK, found[0].ranks[rank])
 
 
 def _bind_to_cpus(attempt: Attempt, rank: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class LevelStats:
     failures: int = 0
     stall_s: float = 0.0
     """For which training waited."""
-    drain_s: float = 0.0
+    flush_s: float = 0.0
     """That the level took in the background."""
     size_bytes: float = 0.0
     """Of the saves, as the node of rank 0 wrote them; of saves that ranks write themselves unknown, and 0."""
@@ -65,7 +65,7 @@ class CheckpointStats:
         if kind == "save":
             sums.stall_s += _valid_number(line.get("seconds")) or 0.0
             return
-        sums.drain_s += _valid_number(line.get("seconds")) or 0.0
+        sums.flush_s += _valid_number(line.get("seconds")) or 0.0
         sums.lag_s = _valid_number(line.get("lag_s"))
         facts, size = line.get("facts"), _valid_number(line.get("bytes"))
         stored = _valid_number(facts.get("stored_bytes")) if isinstance(facts, dict) else None
@@ -107,9 +107,9 @@ def _format_level_stats(sums: LevelStats) -> str:
     parts = [f"{sums.saves} save{'s' * (sums.saves != 1)}"]
     if sums.stall_s and sums.saves:
         parts.append(f"training waited {sums.stall_s / sums.saves:.2g} s each")
-    if sums.drain_s and sums.saves:
-        rate = f", {sums.size_bytes / sums.drain_s / 1e9:.2g} GB/s" if sums.size_bytes else ""
-        parts.append(f"{sums.drain_s / sums.saves:.2g} s each in the background{rate}")
+    if sums.flush_s and sums.saves:
+        rate = f", {sums.size_bytes / sums.flush_s / 1e9:.2g} GB/s" if sums.size_bytes else ""
+        parts.append(f"{sums.flush_s / sums.saves:.2g} s each in the background{rate}")
     if sums.lag_s is not None:
         parts.append(f"the newest {sums.lag_s:.2g} s after the save")
     if sums.ratio not in (None, 1.0):

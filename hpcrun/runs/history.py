@@ -40,7 +40,7 @@ class LevelTiming:
 
     stall_s: float | None = None
     """For which training waited; in the background, by how much the steps beside it were longer."""
-    drain_s: float | None = None
+    flush_s: float | None = None
     lag_s: float | None = None
     """From the save until the level had it."""
     saves: int = 0
@@ -163,7 +163,7 @@ def measure_metric_records(
         elif kind == "save":
             _append_if_valid(found.setdefault((level, "stall"), []), line.get("seconds"))
         elif kind == "stored":
-            _append_if_valid(found.setdefault((level, "drain"), []), line.get("seconds"))
+            _append_if_valid(found.setdefault((level, "flush"), []), line.get("seconds"))
             _append_if_valid(found.setdefault((level, "lag"), []), line.get("lag_s"))
     for level, longer in _background_slowdowns(known, _median_or_none(steps)):
         _append_if_valid(found.setdefault((level, "stall"), []), longer)
@@ -195,9 +195,9 @@ def _background_slowdowns(lines: Sequence[Record], usual_s: float | None) -> Ite
 
 
 def _level_timing(found: Mapping[tuple[str, str], list[float]], level: CheckpointLevel) -> LevelTiming:
-    stall, drain, lag = (found.get((level, name), []) for name in ("stall", "drain", "lag"))
+    stall, flush, lag = (found.get((level, name), []) for name in ("stall", "flush", "lag"))
     return LevelTiming(
-        _median_or_none(stall), _median_or_none(drain), _median_or_none(lag), max(len(stall), len(drain))
+        _median_or_none(stall), _median_or_none(flush), _median_or_none(lag), max(len(stall), len(flush))
     )
 
 

@@ -24,7 +24,7 @@ def describe_level_event(name: str, event: Mapping[str, Any]) -> str:
             # One a spare and save: only whose parts it has is news, when that has changed.
             return str(event.get("message") or "")
         case "drain died":
-            return f"the drain worker on {event.get('node')} died; another one is started"
+            return f"the checkpoint worker on {event.get('node')} died; another one is started"
         case "poison":
             count = event.get("count")
             times = "once" if count == 1 else f"{count} times"

@@ -68,7 +68,7 @@ class AsyncCheckpointer:
         self._seed = ""
         self._progress_reporter = SaveProgressReporter(direct.root, tell)
         self._saves_to_skip = self._skipped_saves = 0
-        self._may_wait = spec.behind == "wait"
+        self._may_wait = spec.on_backlog == "wait"
         """Whether training may be stopped for as long as it takes."""
 
     def save(self, step: int, position: int, state: dict[str, Tensor], *, lasting: bool = False) -> bool:
@@ -273,7 +273,7 @@ class AsyncCheckpointer:
         """A slot on every rank, or on none: what is busy is waited for or not, as the job has it."""
         slot: int | None = None
         busy = ""
-        behind = "wait" if wait and self._spec.behind == "skip" else self._spec.behind
+        behind = "wait" if wait and self._spec.on_backlog == "skip" else self._spec.on_backlog
 
         def claim() -> int:
             nonlocal slot, busy

@@ -78,7 +78,7 @@ class Checkpointer:
         of its own. Only one world of ranks at a time may save in a directory.
 
         The options are those of a job's `checkpoint` section: keep, keep_every, local, durable, object,
-        behind; where nothing is given, that section of the run's own job holds. `memory`: slots a rank, 2
+        on_backlog; where nothing is given, that section of the run's own job holds. `memory`: slots a rank, 2
         where neither says otherwise; 0: every save is written at once, and waited for. `on_record` is given
         on rank 0 what a run's metrics.jsonl would get.
         """

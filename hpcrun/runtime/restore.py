@@ -20,7 +20,7 @@ from hpcrun.runtime.direct_checkpoint import DirectCheckpointer, RestoreResult
 from hpcrun.runtime.rank_alarm import mark_raised_on_all
 from hpcrun.runtime.save_opening import EntrySelector
 from hpcrun.specs.records import read_json, write_json
-from hpcrun.specs.run_variables import DRAIN_VARIABLE
+from hpcrun.specs.run_variables import WORKER_SOCKET_VARIABLE
 from hpcrun.specs.rundir import Attempt
 
 _TRIES, _PAUSE_S = 25, 0.2
@@ -105,7 +105,7 @@ def _read_plan(path: Path) -> RestorePlan:
 
 def _open_planned_generation(plan: RestorePlan, attempt: Attempt) -> DistributedReader:
     """The planned generation as this rank reads it."""
-    told = os.environ.get(DRAIN_VARIABLE, "")
+    told = os.environ.get(WORKER_SOCKET_VARIABLE, "")
     here = Path(told).parent.name if told else os.uname().nodename
     record = read_json(attempt.peers)
     peers = None

@@ -19,7 +19,7 @@ from hpcrun.runtime.mpi_control import MPIControl
 from hpcrun.runtime.store_control import StoreControl
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.load import load_run_job
-from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, DRAIN_VARIABLE, RUN_DIR_VARIABLE
+from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, WORKER_SOCKET_VARIABLE
 from hpcrun.specs.rundir import RunDir
 
 _control_numbers = itertools.count()
@@ -58,7 +58,7 @@ def resolve_run_directory(directory: str | Path | None, environ: Mapping[str, st
         run = own
     else:
         run = RunDir(Path(directory).resolve())
-    return run, own is not None and own.path == run.path and DRAIN_VARIABLE in environ
+    return run, own is not None and own.path == run.path and WORKER_SOCKET_VARIABLE in environ
 
 
 def find_own_attempt(run: RunDir, environ: Mapping[str, str]) -> int | None:

@@ -1,4 +1,4 @@
-"""What a rank and the drain worker of its node say to each other: lines of JSON over a Unix socket."""
+"""What a rank and the checkpoint worker of its node say to each other: lines of JSON over a Unix socket."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class WorkerGoneError(SiteError):
-    """Nobody answers at the socket of the drain worker, or not any more."""
+    """Nobody answers at the socket of the checkpoint worker, or not any more."""
 
 
 class WorkerEndpoint(Protocol):
-    """Where the drain worker of this node listens, whoever has started it."""
+    """Where the checkpoint worker of this node listens, whoever has started it."""
 
     patience_s: float
     """How long one may take to be there."""
@@ -42,7 +42,7 @@ class WorkerEndpoint(Protocol):
 
 
 class RankWorkerClient:
-    """One rank's connection to its drain worker; one thread's at a time."""
+    """One rank's connection to its checkpoint worker; one thread's at a time."""
 
     def __init__(self, path: Path, rank: int, sign_s: float = WORKER_STUCK_S) -> None:
         """WorkerGoneError where no worker of this user listens, or one that gives no sign of life."""
@@ -56,7 +56,7 @@ class RankWorkerClient:
             told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except OSError as error:
             self._socket.close()
-            raise WorkerGoneError(f"{path}: no drain worker listens: {error.strerror}") from None
+            raise WorkerGoneError(f"{path}: no checkpoint worker listens: {error.strerror}") from None
         if (uid := _CREDENTIALS.unpack(told)[1]) != os.getuid():
             self._socket.close()
             raise WorkerGoneError(f"{path}: the worker there is user {uid}'s; remove that socket")
@@ -80,7 +80,7 @@ class RankWorkerClient:
         """Tell what a filled slot will hold, and where that belongs in the run directory."""
         answer = self._ask("plan", _ANSWER_S, key=key, pieces=pieces, file=file, start=start)
         if answer["kind"] != "planned":
-            raise SiteError(f"the drain worker refuses a plan: {_refusal_reason(answer)}")
+            raise SiteError(f"the checkpoint worker refuses a plan: {_refusal_reason(answer)}")
 
     def claim(
         self, generation: str, step: int, published: str | None, answer_s: float | None = None
@@ -92,7 +92,7 @@ class RankWorkerClient:
         if answer["kind"] == "busy":
             return _refusal_reason(answer)
         if answer["kind"] != "claimed":
-            raise SiteError(f"the drain worker gives no slot: {_refusal_reason(answer)}")
+            raise SiteError(f"the checkpoint worker gives no slot: {_refusal_reason(answer)}")
         return int(answer["slot"])
 
     def filled(self, slot: int, key: int, stamp: dict[str, Any], levels: list[str]) -> None:
@@ -117,7 +117,7 @@ class RankWorkerClient:
         before = self._heard
         self._receive(sign_s)
         if self._heard == before:
-            raise WorkerGoneError(f"{self._path}: the drain worker gives no sign of life")
+            raise WorkerGoneError(f"{self._path}: the checkpoint worker gives no sign of life")
 
     def prod(self) -> None:
         """Ask for a sign of life, now and then; WorkerGoneError where none has come for too long."""
@@ -128,7 +128,7 @@ class RankWorkerClient:
                 self._send("ping")
         elif now - self._heartbeat_requested > WORKER_STUCK_S:
             raise WorkerGoneError(
-                f"{self._path}: the drain worker gives no sign of life for {WORKER_STUCK_S:g} s"
+                f"{self._path}: the checkpoint worker gives no sign of life for {WORKER_STUCK_S:g} s"
             )
 
     def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ class RankWorkerClient:
             if answer is not None:
                 return answer
             if time.monotonic() >= deadline:
-                raise WorkerGoneError(f"{self._path}: the drain worker gave no answer in {wait_s:g} s")
+                raise WorkerGoneError(f"{self._path}: the checkpoint worker gave no answer in {wait_s:g} s")
 
     def _send(self, verb: str, **words: Any) -> None:
         line = json.dumps({"do": verb, "rank": self._rank, **words}, separators=(",", ":")) + "\n"
@@ -161,7 +161,7 @@ class RankWorkerClient:
             self._socket.sendall(line.encode())
         except OSError as error:
             raise WorkerGoneError(
-                f"{self._path}: the drain worker has ended ({error.strerror or error})"
+                f"{self._path}: the checkpoint worker has ended ({error.strerror or error})"
             ) from None
 
     def _receive(self, wait_s: float, *, for_answer: bool = False) -> dict[str, Any] | None:
@@ -175,7 +175,7 @@ class RankWorkerClient:
             except OSError:
                 data = b""
             if not data:
-                raise WorkerGoneError(f"{self._path}: the drain worker has ended")
+                raise WorkerGoneError(f"{self._path}: the checkpoint worker has ended")
             self._heard = time.monotonic()
             self._read += data
             *lines, rest = self._read.split(b"\n")

@@ -1,4 +1,4 @@
-"""Where the drain worker of this node is: with the node's agent, or one that the node's first rank starts."""
+"""Where this node's checkpoint worker runs: below the node's agent, or started by the node's first rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hpcrun.runtime.control import Control
 from hpcrun.runtime.stderr_notes import write_stderr_line
 from hpcrun.runtime.worker_client import RankWorkerClient, WorkerGoneError
 from hpcrun.specs.checkpoint import CheckpointSpec
-from hpcrun.specs.run_variables import DRAIN_VARIABLE
+from hpcrun.specs.run_variables import WORKER_SOCKET_VARIABLE
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import resumable_checkpoints
 
@@ -44,7 +44,7 @@ class AgentWorker:
     patience_s = 5.0
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        self._socket = Path(environ[DRAIN_VARIABLE])
+        self._socket = Path(environ[WORKER_SOCKET_VARIABLE])
 
     def socket(self) -> Path:
         """Where it listens; the agent has set its usual path. WorkerGoneError where it has no memory yet."""
@@ -157,14 +157,14 @@ class OwnWorker:
         try:
             # Exec alone: a copy of a process with MPI and CUDA in it would be of no use to anybody.
             self._child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hpcrun", "_drain"],
+                [sys.executable, "-P", "-m", "hpcrun", "_checkpoint_worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=_worker_environment(),
                 start_new_session=True,
             )
         except OSError as error:
-            raise SiteError(f"{sys.executable}: the drain worker cannot be started: {error}") from None
+            raise SiteError(f"{sys.executable}: the checkpoint worker cannot be started: {error}") from None
         told: dict[str, Any] = {
             "spec": self._spec.model_dump(mode="json"),
             "attempt": self._attempt,
@@ -213,7 +213,7 @@ class OwnWorker:
                         elif told.get("kind") == "error":
                             refused.append(str(told.get("why")))
 
-        self._listener = threading.Thread(target=listen, name="hpcrun-drain", daemon=True)
+        self._listener = threading.Thread(target=listen, name="hpcrun-checkpoint-worker", daemon=True)
         self._listener.start()
         for _ in range(int(_READY_S / 0.1)):
             if is_ready.wait(0.1):
@@ -226,9 +226,9 @@ class OwnWorker:
                 )
             if self._child.poll() is not None:
                 raise SiteError(
-                    f"the drain worker ended with exit code {self._child.returncode} at its start"
+                    f"the checkpoint worker ended with exit code {self._child.returncode} at its start"
                 )
-        raise SiteError(f"the drain worker was not ready after {_READY_S:g} s")
+        raise SiteError(f"the checkpoint worker was not ready after {_READY_S:g} s")
 
     def _reap(self) -> None:
         if self._child is None:
@@ -250,14 +250,14 @@ class OwnWorker:
         try:
             child.wait(_KILLED_S)
         except subprocess.TimeoutExpired:
-            text = f"its drain worker (process {child.pid}) hangs in the kernel, and is left to itself"
+            text = f"its checkpoint worker (process {child.pid}) hangs in the kernel, and is left to itself"
             write_stderr_line(f"{self._node}: {text}")
 
 
 def _worker_socket(root: Path, run_id: str, node: str) -> Path:
     folder = find_arena(root, run_id, node)
     if folder is None:
-        raise WorkerGoneError(f"{root}: no drain worker of node {node} has memory there")
+        raise WorkerGoneError(f"{root}: no checkpoint worker of node {node} has memory there")
     return folder / SOCKET_NAME
 
 
@@ -284,7 +284,7 @@ def _await_earlier_worker(run: RunDir, node: str, *, leads: bool) -> None:
         if waited_s > _FINISH_S:
             raise SiteError(
                 f"{run.path}: after {_FINISH_S:g} s the checkpoint worker of a script that has ended still"
-                " stores its last saves; see whether the file system hangs; `hpcrun _drain` is that worker"
+                " stores its last saves; check whether the file system hangs (`hpcrun _checkpoint_worker`)"
             )
         if waited_s > _SILENT_S and not is_told:
             is_told = True
@@ -319,7 +319,7 @@ def find_worker(
     environ: Mapping[str, str], run: Path, spec: CheckpointSpec, control: Control, attempt: int
 ) -> AgentWorker | OwnWorker:
     """The agent's worker where this rank was told of one; else one of its own."""
-    if DRAIN_VARIABLE in environ:
+    if WORKER_SOCKET_VARIABLE in environ:
         return AgentWorker(environ)
     await_earlier_workers(RunDir(run), control)
     return OwnWorker(run, spec, control, attempt)

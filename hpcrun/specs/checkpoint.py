@@ -134,7 +134,7 @@ class CheckpointSpec(_CheckpointSection):
     parity: ParitySpec = Field(
         default=ParitySpec(), description="survive lost nodes without the run directory"
     )
-    spares: bool | None = Field(
+    replicate_to_spares: bool | None = Field(
         default=None,
         description="spares copy the newest save out of the memory of other nodes ahead of time, as far as"
         " half of their own memory holds it, so that a lost node costs no save and no rebuilding; null:"
@@ -142,12 +142,12 @@ class CheckpointSpec(_CheckpointSection):
     )
     durable: DurableSpec = Field(default=DurableSpec(), description="the run directory")
     object: ObjectSpec | None = Field(default=None, description="an object store")
-    behind: Literal["wait", "skip", "degrade"] = Field(
+    on_backlog: Literal["wait", "skip", "degrade"] = Field(
         default="wait",
         description="a save is due and the one before is not stored yet: wait for it, leave this save out,"
         " or let the older one go no further than it has come",
     )
-    spread: float = Field(
+    flush_duty: float = Field(
         default=0.25,
         ge=0,
         le=1,
@@ -155,10 +155,10 @@ class CheckpointSpec(_CheckpointSection):
         " writing, with rests between, so that training does not feel it; it rests no more once somebody"
         " waits for a save. 0: as fast as it can",
     )
-    max_undurable: _Limit | None = Field(
+    max_durable_age: _Limit | None = Field(
         default=None, description="the longest time without a new durable save; null: no limit"
     )
-    undurable: Literal["alert", "stop"] = Field(
+    durability_action: Literal["alert", "stop"] = Field(
         default="alert", description="what happens when it has passed"
     )
 
@@ -173,9 +173,9 @@ def check_checkpoint(spec: CheckpointSpec, steps: int | None = None) -> list[Spe
     found = [*_check_step_intervals(spec, steps)]
     if not spec.memory:
         found += _check_without_memory(spec)
-    if spec.undurable == "stop" and spec.max_undurable is None:
-        text = "stop has no limit to stop at; give checkpoint.max_undurable, such as 2h, or leave it out"
-        found.append(SpecProblem("checkpoint.undurable", text))
+    if spec.durability_action == "stop" and spec.max_durable_age is None:
+        text = "stop has no limit to stop at; give checkpoint.max_durable_age, such as 2h, or leave it out"
+        found.append(SpecProblem("checkpoint.durability_action", text))
     return found
 
 
@@ -183,10 +183,10 @@ def check_spare_replicas(
     checkpoint: CheckpointSpec, resources: ResourcesSpec, elastic: ElasticSpec | None
 ) -> list[SpecProblem]:
     """Copies on spares that are asked for need some; an elastic job may come to have them."""
-    if not (checkpoint.spares and checkpoint.memory) or resources.spares or elastic is not None:
+    if not (checkpoint.replicate_to_spares and checkpoint.memory) or resources.spares or elastic is not None:
         return []
     text = "true, but resources.spares is 0, and nobody could hold copies; ask for spares, or leave it out"
-    return [SpecProblem("checkpoint.spares", text)]
+    return [SpecProblem("checkpoint.replicate_to_spares", text)]
 
 
 def _check_step_intervals(spec: CheckpointSpec, steps: int | None) -> Iterator[SpecProblem]:
@@ -234,7 +234,7 @@ def _check_without_memory(spec: CheckpointSpec) -> Iterator[SpecProblem]:
         "parity.survive": spec.parity.survive is not None,
         "durable.every": spec.durable.every not in (0, spec.every_steps),
         "durable.direct": spec.durable.direct,
-        "spares": spec.spares,
+        "replicate_to_spares": spec.replicate_to_spares,
     }
     for key, is_used in used.items():
         if is_used:

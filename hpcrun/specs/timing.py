@@ -35,7 +35,7 @@ def check_times_within(
         "retry.grace": (retry.grace if retry else None, "the save would begin at once"),
         "watch.floor": (watch.floor if watch.hangs else None, "the job would end before a hang is noticed"),
         "watch.slow": (slow if watch.hangs else None, "the job would end before a hang is noticed"),
-        "checkpoint.max_undurable": (checkpoint.max_undurable, "the job would end before it has passed"),
+        "checkpoint.max_durable_age": (checkpoint.max_durable_age, "the job would end before it has passed"),
     }
     return [
         SpecProblem(key, f"{text} is no less than {what}, so {why}; use less")

@@ -36,6 +36,14 @@ _EXPLAINED = {
     "value_error": "{error}",
 }
 """What pydantic found, in our words; `found` is the value, the other names are from the error's context."""
+_RENAMED = {
+    "checkpoint.behind": "on_backlog",
+    "checkpoint.max_undurable": "max_durable_age",
+    "checkpoint.spares": "replicate_to_spares",
+    "checkpoint.spread": "flush_duty",
+    "checkpoint.undurable": "durability_action",
+}
+"""Keys of earlier job files, and what they are called now: their values mean the same."""
 
 
 def problems_of_validation_error(
@@ -76,7 +84,12 @@ def _make_problem(
     if kind == "extra_forbidden":
         section = _section_at(root, path[:-1])
         allowed = [*(section.model_fields if section else ()), *shorthands.get(".".join(path[:-1]), ())]
-        text = f"unknown key{suggest_allowed(path[-1], allowed)}"
+        new = _RENAMED.get(".".join(path), "")
+        text = (
+            f"is now called {new}; rename the key"
+            if new in allowed
+            else f"unknown key{suggest_allowed(path[-1], allowed)}"
+        )
     elif kind == "literal_error":
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         text = (

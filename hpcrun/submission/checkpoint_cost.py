@@ -32,7 +32,7 @@ class LevelCost:
     every: int
     """Steps between its saves, as the job has it; 0: none but at a signal and at the end."""
     stall: SourcedValue
-    drain: SourcedValue
+    flush: SourcedValue
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CheckpointCosts:
     def missing(self) -> list[str]:
         """What would have to be known to say how often to save."""
         found = [f"the stall of {one.level}" for one in self.levels if one.stall.value is None]
-        return found + [f"the drain of {one.level}" for one in self.levels if one.drain.value is None]
+        return found + [f"the flush of {one.level}" for one in self.levels if one.flush.value is None]
 
 
 def parse_assumed_costs(words: Sequence[str]) -> dict[str, float]:
@@ -108,7 +108,7 @@ class CostSources:
         for level, every in level_intervals(self.checkpoint, self.nodes).items():
             waits = not levels or level == "memory"
             stall = self._stall(level) if waits else self._disturbance(level)
-            levels.append(LevelCost(level, every, stall, self._drain(level)))
+            levels.append(LevelCost(level, every, stall, self._flush(level)))
         measured, source = self.measured, self._source
         step = _best_known(self.assumed.get("step"), measured.step_s, source, "no earlier run of this job")
         restart = _best_known(
@@ -134,7 +134,7 @@ class CostSources:
     def _disturbance(self, level: CheckpointLevel) -> SourcedValue:
         """What a level in the background costs training."""
         longer = self.measured.levels.get(level, LevelTiming()).stall_s
-        if longer is None or self.measured.levels[level].drain_s is None:
+        if longer is None or self.measured.levels[level].flush_s is None:
             return SourcedValue(
                 0.0, "in the background; how much that disturbs was not measured: taken as none"
             )
@@ -142,7 +142,7 @@ class CostSources:
             longer, f"in the background; steps beside it are longer by so much, {self._source}"
         )
 
-    def _drain(self, level: CheckpointLevel) -> SourcedValue:
+    def _flush(self, level: CheckpointLevel) -> SourcedValue:
         timing = self.measured.levels.get(level, LevelTiming())
         if level == "memory":
             return SourcedValue(0.0, "how long the worker seals it is not recorded: taken as none")
@@ -150,8 +150,8 @@ class CostSources:
             return SourcedValue(0.0, "training waits until it is stored")
         if level in self.assumed:
             return SourcedValue(self.assumed[level], _GIVEN_SOURCE)
-        if timing.drain_s is not None:
-            return SourcedValue(timing.drain_s, self._source)
+        if timing.flush_s is not None:
+            return SourcedValue(timing.flush_s, self._source)
         if level == "durable" and timing.stall_s is not None:
             return SourcedValue(timing.stall_s, f"{self._source}, of saves that ranks wrote themselves")
         declared = _cost_from_profile(level, self.cluster, self.sizes)
@@ -198,7 +198,7 @@ def group_levels(costs: CheckpointCosts) -> list[LevelGroup]:
     restart = costs.restart.value or 0.0
     near, tiers = list[LevelSaveCost](), list[LevelGroup]()
     for one in costs.levels:
-        cost = LevelSaveCost(one.level, one.stall.value or 0.0, one.drain.value or 0.0, restart)
+        cost = LevelSaveCost(one.level, one.stall.value or 0.0, one.flush.value or 0.0, restart)
         if one.level in ("memory", "local", "parity"):
             near.append(cost)
         else:

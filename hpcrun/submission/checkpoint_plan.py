@@ -126,9 +126,9 @@ class CheckpointPlan:
     def lead_s(self) -> float | None:
         """How long before the end of the allocation the last save is asked for by itself; None: not known."""
         found = [one for one in self.costs.levels if one.level != "object"]
-        if any(one.drain.value is None or one.stall.value is None for one in found):
+        if any(one.flush.value is None or one.stall.value is None for one in found):
             return None
-        total = math.fsum((one.drain.value or 0.0) + (one.stall.value or 0.0) for one in found)
+        total = math.fsum((one.flush.value or 0.0) + (one.stall.value or 0.0) for one in found)
         return FINAL_SAVE_MARGIN * total + (self.costs.step.value or 0.0)
 
     @property
@@ -137,7 +137,7 @@ class CheckpointPlan:
         if self.sets is None:
             return None
         told = self.sets.statement.splitlines()
-        if self.spec.resources.spares and self.spec.checkpoint.spares is not False:
+        if self.spec.resources.spares and self.spec.checkpoint.replicate_to_spares is not False:
             told.append(
                 "spares copy the newest save out of memory, as far as half of their own holds it: nodes of"
                 " which they have copies are lost without harm, with parity or without"
@@ -212,7 +212,8 @@ def plan_checkpoints(
     found = {one.kind: one.per_s for one in rates if one.per_s is not None}
     advice, checked = None, None
     if not costs.missing:
-        how: dict[str, Any] = {"slots": max(1, spec.checkpoint.memory), "behind": spec.checkpoint.behind}
+        backlog = spec.checkpoint.on_backlog
+        how: dict[str, Any] = {"slots": max(1, spec.checkpoint.memory), "on_backlog": backlog}
         advice = recommend_intervals(tiers, found, bound=wish.bound, step_s=costs.step.value, **how)
         checked = check_advice(tiers, advice, found, **how) if wish.is_checked else None
     elif wish.is_checked:
@@ -287,11 +288,11 @@ def _object_store_use(spec: JobSpec, sizes: SaveSizes) -> ObjectStoreUse | None:
 def _find_warnings(spec: JobSpec, costs: CheckpointCosts) -> list[str]:
     """What in the job does not go together with what saves take."""
     found = []
-    limit, step = spec.checkpoint.max_undurable, costs.step.value
+    limit, step = spec.checkpoint.max_durable_age, costs.step.value
     durable = next(one for one in costs.levels if one.level == "durable")
     if limit is not None and step is not None and durable.every:
-        longest = durable.every * step + (durable.drain.value or 0.0)
+        longest = durable.every * step + (durable.flush.value or 0.0)
         if longest > parse_time(limit).seconds:
             between = format_time_span(longest)
-            found.append(f"checkpoint.max_undurable: {limit} is less than {between} between durable saves")
+            found.append(f"checkpoint.max_durable_age: {limit} is less than {between} between durable saves")
     return found

@@ -134,10 +134,10 @@ def _save_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
         "saves": "Saves that a level has got",
         "failures": "Saves that a level has not got",
         "stall_s": "Time that training has waited for saves of a level",
-        "drain_s": "Time that a level has taken to store saves, beside training",
+        "flush_s": "Time that a level has taken to store saves, beside training",
         "size_bytes": "Bytes that a level has got, of the node of rank 0",
     }
-    names = {"stall_s": "stall_seconds", "drain_s": "drain_seconds", "size_bytes": "bytes"}
+    names = {"stall_s": "stall_seconds", "flush_s": "flush_seconds", "size_bytes": "bytes"}
     labels = ["run", "level"]
     counters = {
         name: CounterMetricFamily(f"hpcrun_checkpoint_{names.get(name, name)}", text, labels=labels)
@@ -148,7 +148,7 @@ def _save_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     text = "Bytes that the newest save took at a level, to bytes of the state"
     ratio = GaugeMetricFamily("hpcrun_checkpoint_bytes_ratio", text, labels=labels)
     text = "For how long nothing new has become durable, while the run goes on"
-    undurable = GaugeMetricFamily("hpcrun_checkpoint_undurable_seconds", text, labels=["run"])
+    undurable = GaugeMetricFamily("hpcrun_checkpoint_durable_age_seconds", text, labels=["run"])
     for one in runs:
         for level, sums in one.tally.saves.levels.items():
             for name, counter in counters.items():

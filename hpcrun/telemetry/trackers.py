@@ -57,7 +57,7 @@ def record_scalars(record: Record, ranks: int) -> dict[str, float]:
     elif kind == "stored":
         level = record.get("level")
         found = {
-            f"checkpoint/{level}_drain(s)": _number(record.get("seconds")),
+            f"checkpoint/{level}_flush(s)": _number(record.get("seconds")),
             f"checkpoint/{level}_lag(s)": _number(record.get("lag_s")),
         }
     return {name: value for name, value in found.items() if value is not None}

@@ -21,7 +21,7 @@ def say(**words: Any) -> None:
 
 def main(directory: str, behind: str, memory: str) -> None:
     state = {"w": torch.zeros(1 << 20)}
-    options: dict[str, Any] = {"behind": behind} if memory != "0" else {}
+    options: dict[str, Any] = {"on_backlog": behind} if memory != "0" else {}
     with hpcrun.Checkpointer(
         directory, memory=int(memory), keep=99, on_record=lambda one: say(record=one), **options
     ) as saves:

@@ -56,7 +56,7 @@ def save_and_retire(root: Path) -> None:
 
 
 def drain_and_retire(root: Path) -> None:
-    """The same by a drain worker, over the node's own disk."""
+    """The same by a checkpoint worker, over the node's own disk."""
     load = load_of(6, range(2), 2, 0)
     LocalTier(str(root / "disk"), "run", "n1").store(load)
     station = DurableTier(root, keep=2)

@@ -250,7 +250,7 @@ def never_committed(root: Path, _quick: bool) -> Told:
 
 def _with_worker(root: Path, delays: Sequence[float], *, agent: bool) -> Told:
     """Kill a real worker, or the process that hosts it, some time after it was given a save."""
-    who = "agent (its pipe to the worker closes)" if agent else "drain worker"
+    who = "agent (its pipe to the worker closes)" if agent else "checkpoint worker"
     told = Told(f"the {who} is killed while a save is under way")
     for number, delay in enumerate(delays):
         run = RunDir(root / str(number) / "run")
@@ -285,12 +285,12 @@ def _worker(root: Path, run: RunDir, local: str) -> Host:
 
 
 def killed_worker(root: Path, quick: bool) -> Told:
-    """A real drain worker, by SIGKILL."""
+    """A real checkpoint worker, by SIGKILL."""
     return _with_worker(root, (0.0, 0.02) if quick else (0.0, 0.002, 0.01, 0.02, 0.05, 0.1), agent=False)
 
 
 def killed_agent(root: Path, quick: bool) -> Told:
-    """The host of a real drain worker is gone: the end of its input."""
+    """The host of a real checkpoint worker is gone: the end of its input."""
     return _with_worker(root, (0.0,) if quick else (0.0, 0.005, 0.02, 0.05), agent=True)
 
 

@@ -95,17 +95,19 @@ def killed_ranks(root: Path, quick: bool) -> Told:
 
 
 def killed_workers(root: Path, quick: bool) -> Told:
-    """The drain worker of a run, and with it a rank, that has to go on from what the next worker finds."""
+    """Kill the checkpoint worker of a run and a rank; the run goes on from what the next worker finds."""
 
     def strike(run: RunDir, attempt: Attempt) -> None:
         supervisor = read_json(attempt.supervisor)["pid"]
         for one in process.descendants(supervisor):
             words = Path(f"/proc/{one.pid}/cmdline").read_bytes().split(b"\0")
-            if b"_drain" in words:
+            if b"_checkpoint_worker" in words:
                 os.kill(one.pid, signal.SIGKILL)
         os.kill(read_json(attempt.rank_record(0))["pid"], signal.SIGKILL)
 
-    return _compared(root, Told("the drain worker and a rank are killed at once", 1 if quick else 3), strike)
+    return _compared(
+        root, Told("the checkpoint worker and a rank are killed at once", 1 if quick else 3), strike
+    )
 
 
 RUN_CASES: dict[str, Case] = {

@@ -117,7 +117,7 @@ def test_every_advice_keeps_what_it_promises() -> None:
         advice = recommend_intervals(tiers, rates, bound=bound, step_s=step)
         busy = 0.0
         for one, before in zip(advice.intervals, (None, *advice.intervals), strict=False):
-            busy += one.tier.drain_s
+            busy += one.tier.flush_s
             assert one.every_s >= busy * (1 - 1e-9), "saves do not pile up"
             assert one.times >= 1
             assert one.reasons
@@ -210,8 +210,8 @@ def test_a_save_that_still_drains_does_not_help() -> None:
 
 def test_saves_that_come_too_often_make_training_wait_or_are_left_out() -> None:
     slow = [LevelGroup((LevelSaveCost("memory", 1.0, 1.0), LevelSaveCost("durable", 0.0, 99.0)))]
-    wait = simulate_run(slow, [10.0], [], 100_000.0, slots=2, behind="wait")
-    skip = simulate_run(slow, [10.0], [], 100_000.0, slots=2, behind="skip")
+    wait = simulate_run(slow, [10.0], [], 100_000.0, slots=2, on_backlog="wait")
+    skip = simulate_run(slow, [10.0], [], 100_000.0, slots=2, on_backlog="skip")
     assert wait.efficiency == pytest.approx(0.1, abs=0.01), (
         "ten seconds of training for each hundred of drain"
     )

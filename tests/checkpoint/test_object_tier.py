@@ -1,4 +1,4 @@
-"""What can be wrong with a store before a byte is sent; and level `object` as the drain workers use it."""
+"""What can be wrong with a store before a byte is sent, and the object tier as checkpoint workers use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drain workers as processes keep parity for one another; a lost node's parts are made again by another."""
+"""Checkpoint workers as processes keep parity for one another and rebuild the parts of a lost node."""
 
 from __future__ import annotations
 

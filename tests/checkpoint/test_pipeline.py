@@ -76,7 +76,7 @@ class Node:
         self.sends = {rank: self.heard[rank].append for rank in self.heard}
         self.desk = RankRequestHandler(self.host.append)
         arena = Arena(make_arena_folder(tmp_path, tmp_path / "r", "r", "n"))
-        self.drain = FlushPipeline(arena, self.desk, lambda: None)
+        self.pipeline = FlushPipeline(arena, self.desk, lambda: None)
         self.checkpoints, self.hurry = tmp_path / "checkpoints", threading.Event()
         self.configure(1)
         self.plans = plans_of((0, 1), 2, 0)
@@ -88,8 +88,8 @@ class Node:
     def configure(self, attempt: int) -> None:
         stations: dict[CheckpointLevel, Tier] = dict(self.stations.items())
         self.hurry = threading.Event() if attempt > 1 else self.hurry
-        self.drain.configure(stations, {"object": "no such store"}, self.checkpoints, self.hurry)
-        self.desk.open(self.drain, attempt)
+        self.pipeline.configure(stations, {"object": "no such store"}, self.checkpoints, self.hurry)
+        self.desk.open(self.pipeline, attempt)
 
     def ask(self, rank: int, **message: Any) -> None:
         self.desk.hear({"rank": rank} | message, self.sends[rank])
@@ -101,7 +101,7 @@ class Node:
 
     def fill(self, rank: int, step: int, levels: Sequence[str], slot: int) -> None:
         pieces, plan = self.plans[rank]
-        image = self.drain.arena.slots[rank][slot].image(plan.layout.size_bytes)
+        image = self.pipeline.arena.slots[rank][slot].image(plan.layout.size_bytes)
         fill(image, plan, [content_of(piece, step) for piece in pieces])
         self.ask(rank, do="filled", slot=slot, key="k", stamp=asdict(stamp_of(step, 2)), levels=list(levels))
 
@@ -115,7 +115,7 @@ class Node:
         deadline = time.monotonic() + 20
         while not condition():
             assert time.monotonic() < deadline
-            self.drain.settle()
+            self.pipeline.settle()
             time.sleep(0.001)
 
     def told(self, kind: str) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     yield node
     for station in node.stations.values():
         station.gate.set()
-    node.drain.close()
+    node.pipeline.close()
 
 
 def test_the_worker_spares_training_until_somebody_waits(node: Node) -> None:
@@ -143,22 +143,22 @@ def test_the_worker_spares_training_until_somebody_waits(node: Node) -> None:
         now += 3600
         return now
 
-    node.drain.throttle = Throttle(look)
-    node.drain.throttle.spread = 0.25
-    node.drain.throttle.begin_save()
+    node.pipeline.throttle = Throttle(look)
+    node.pipeline.throttle.flush_duty = 0.25
+    node.pipeline.throttle.begin_save()
     now += 1e9  # saves are far between
     for number, step in enumerate((2, 4)):
         node.ask(0, do="hasten")  # for nothing that is on its way
         node.save(step, ["durable"])
         time.sleep(0.05)
-        node.drain.settle()
+        node.pipeline.settle()
         assert len(node.told("sealed")) == number
         node.ask(1, do="hasten")
         assert node.until_stored(number + 1)[-1] == (step, "durable", None)
         assert node.told("stored")[-1]["facts"]["rested_s"] > 0
         now += 1e9
         node.until(
-            lambda: not any(slot.in_flight for slots in node.drain.arena.slots.values() for slot in slots)
+            lambda: not any(slot.in_flight for slots in node.pipeline.arena.slots.values() for slot in slots)
         )
 
 
@@ -206,7 +206,7 @@ def test_a_slot_stays_as_it_is_while_it_is_on_its_way(node: Node) -> None:
     assert busy["why"].count("is on its way to the next level") == 2
     node.stations["durable"].gate.set()
     node.until_stored(2)
-    node.until(lambda: not any(slot.in_flight for slot in node.drain.arena.every()))
+    node.until(lambda: not any(slot.in_flight for slot in node.pipeline.arena.every()))
     assert node.claim(0, 6, published=4)["kind"] == "claimed"
 
 
@@ -224,7 +224,7 @@ def test_the_oldest_is_left_behind_once_for_a_save_that_found_no_slot(node: Node
     local.gate.set()
     node.until(lambda: parity.begun == [4])
     node.until_stored(3)
-    node.until(lambda: sum(slot.in_flight for slot in node.drain.arena.every()) == 2)
+    node.until(lambda: sum(slot.in_flight for slot in node.pipeline.arena.every()) == 2)
     node.ask(1, do="degrade")
     parity.gate.set()
     assert node.until_stored(5) == [
@@ -244,7 +244,7 @@ def test_a_generation_that_one_rank_has_no_part_of_goes_nowhere(node: Node) -> N
     node.desk.leave(1, node.sends[1])
     node.until(lambda: bool(node.stations["durable"].abandoned))
     assert node.stations["durable"].abandoned == [(2, [0, 1], "rank 1 is gone")]
-    node.until(lambda: not any(slot.in_flight for slot in node.drain.arena.every()))
+    node.until(lambda: not any(slot.in_flight for slot in node.pipeline.arena.every()))
     assert node.heard[0][-1]["kind"] in ("failed", "sealed")
     assert node.stations["durable"].stored == []
     node.ask(1, do="plan", key="k", pieces=[list(p) for p in node.plans[1][0]], file=0, start=0)
@@ -258,7 +258,7 @@ def test_each_node_keeps_the_published_state_and_what_is_newer(node: Node) -> No
     for step, published in ((2, None), (4, 2), (6, 2), (8, 2), (10, 8)):
         node.save(step, ["local"], published)
         node.until(lambda step=step: len(node.told("stored")) == step // 2)  # type: ignore[misc]
-        node.until(lambda: not any(slot.in_flight for slot in node.drain.arena.every()))
+        node.until(lambda: not any(slot.in_flight for slot in node.pipeline.arena.every()))
     assert [load.stamp.step for load in local.stored] == [8, 10]
 
 
@@ -280,7 +280,7 @@ def test_the_end_comes_after_what_has_begun(node: Node) -> None:
     node.save(2, ["local", "durable"])
     node.until(lambda: local.begun == [2])
     threading.Timer(0.05, local.gate.set).start()
-    node.drain.close()
+    node.pipeline.close()
     assert [(one["level"], one["problem"]) for one in node.told("stored")] == [
         ("local", None),
         ("durable", "the worker ends"),
@@ -294,7 +294,7 @@ def test_ranks_that_disagree_about_who_they_are_wait_until_they_agree(tmp_path: 
     assert [one["kind"] for one in node.heard[0]][len(kinds) :] == ["reserved"]
     node.ask(1, do="reserve", size_bytes=4096, slots=2, ranks=[0])
     assert "beside ranks [0]" in node.heard[1][-1]["why"]
-    node.drain.close()
+    node.pipeline.close()
 
 
 @pytest.mark.parametrize(("room", "count"), [(3 << 20, 2), ((3 << 20) - 1, 1)])
@@ -302,11 +302,11 @@ def test_slots_leave_the_room_that_a_station_takes_of_the_memory(
     room: int, count: int, tmp_path: Path
 ) -> None:
     node = Node(tmp_path)
-    node.drain.arena.room = lambda _: ShmCapacity(room, "of a test")
+    node.pipeline.arena.room = lambda _: ShmCapacity(room, "of a test")
     for rank in (0, 1):
         node.ask(rank, do="reserve", size_bytes=1 << 19, slots=2, ranks=[0, 1])
     assert len(node.heard[0][-1]["slots"]) == count
-    node.drain.close()
+    node.pipeline.close()
 
 
 def test_what_is_let_go_of_is_gone_when_the_worker_ends_meanwhile(tmp_path: Path) -> None:
@@ -317,19 +317,19 @@ def test_what_is_let_go_of_is_gone_when_the_worker_ends_meanwhile(tmp_path: Path
     durable.gate.clear()
     node.save(4, ["durable"], published=2)
     node.until(lambda: durable.begun == [4])
-    node.drain.release(set())
+    node.pipeline.release(set())
     threading.Timer(0.05, durable.gate.set).start()
-    node.drain.close()
+    node.pipeline.close()
     assert local.stored == []
 
 
 def test_a_worker_may_end_while_a_part_is_being_sealed(tmp_path: Path) -> None:
     node = Node(tmp_path)
     node.save(2, ["local"])
-    node.drain.close()
+    node.pipeline.close()
     # What was begun comes to its end, and nothing is half done.
     assert node.stations["local"].begun in ([], [2])
-    assert all(slot.state in ("filled", "sealed") for slot in node.drain.arena.every() if slot.generation)
+    assert all(slot.state in ("filled", "sealed") for slot in node.pipeline.arena.every() if slot.generation)
 
 
 def test_what_did_not_get_to_the_run_directory_is_not_waited_for_to_be_copied(node: Node) -> None:
@@ -355,10 +355,10 @@ def test_a_slow_object_store_keeps_no_save_waiting(node: Node) -> None:
     for step in (1, 2, 3, 4):
         node.save(step, ["durable", "object"], published=step - 1 or None)
         node.until(lambda: node.stations["durable"].begun == list(range(1, step + 1)))  # noqa: B023
-        node.until(lambda: not node.drain._transfers)
+        node.until(lambda: not node.pipeline._transfers)
     assert objects.begun == [1]
     objects.gate.set()
-    node.until(lambda: not node.drain._copies)
+    node.until(lambda: not node.pipeline._copies)
     told = [(one["stamp"]["step"], one["problem"]) for one in node.told("stored") if one["level"] == "object"]
     left = "left out: a newer copy is due"
     assert told == [(1, None), (2, left), (3, left), (4, None)]

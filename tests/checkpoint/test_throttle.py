@@ -1,4 +1,4 @@
-"""How the drain worker keeps out of training's way, and that it stops doing so when somebody waits."""
+"""How the checkpoint worker keeps out of training's way, and that it stops doing so when somebody waits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
 def sparing(clock: Clock) -> Throttle:
     """A pacer that has seen two saves far apart."""
     pacer = Throttle(clock)
-    pacer.spread = 0.25
+    pacer.flush_duty = 0.25
     pacer.begin_save()
     clock.now += 1e6
     pacer.begin_save()
@@ -70,7 +70,7 @@ def test_too_little_work_is_not_worth_a_rest() -> None:
 def test_when_there_are_no_rests(why: str) -> None:
     pacer = sparing(Clock(3600.0))
     if why == "no spread":
-        pacer.spread = 0.0
+        pacer.flush_duty = 0.0
         pacer.begin_save()
     elif why == "somebody waits":
         pacer.hasten()

@@ -1,4 +1,4 @@
-"""The drain worker as a process: what ranks and host hear of it, and what is left when it dies."""
+"""The checkpoint worker as a process: what ranks and host hear of it, and what is left when it dies."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_save_goes_through_the_levels(start: MakeHost, run: RunDir, tmp_path: 
         size = part["part"]["size_bytes"]
         assert Path(part["path"]).read_bytes()[:size] == image[:size]
     assert host.end() == 0
-    assert not (host.arena / "drain.sock").exists()
+    assert not (host.arena / "worker.sock").exists()
 
 
 def test_two_nodes_commit_one_generation(start: MakeHost, run: RunDir) -> None:
@@ -219,7 +219,7 @@ def test_another_node_does_not_wait_for_a_worker_that_was_lost(start: MakeHost, 
         rank.wait("sealed")
     hosts[1].kill()
     start("n2")
-    assert "the drain worker was lost" in nodes[0][0].wait("failed", level="durable")["why"]
+    assert "the checkpoint worker was lost" in nodes[0][0].wait("failed", level="durable")["why"]
     assert resumable_checkpoints(run.checkpoints) == []
 
 

@@ -1,4 +1,4 @@
-"""Real drain workers for tests: a process a node, with pretended ranks that fill its slots."""
+"""Real checkpoint workers for tests: a process a node, with pretended ranks that fill its slots."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class Talk:
 
 
 class Host(Talk):
-    """An agent, as its drain worker sees it."""
+    """An agent, as its checkpoint worker sees it."""
 
     def __init__(self, root: Path, run: RunDir, node: str) -> None:
         self.root, self.run, self.node = root, run, node
         self.ranks: list[Rank] = []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hpcrun", "_drain", str(root)],
+            [sys.executable, "-m", "hpcrun", "_checkpoint_worker", str(root)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -104,7 +104,7 @@ class Host(Talk):
 
 
 class Rank(Talk):
-    """A rank of a node, as the drain worker sees it."""
+    """A rank of a node, as the checkpoint worker sees it."""
 
     def __init__(self, host: Host, rank: int, ranks: Sequence[int], world_size: int, file: int = 0) -> None:
         self.rank, self.ranks, self.world_size = rank, tuple(ranks), world_size

@@ -111,7 +111,7 @@ def test_copies_on_spares_are_among_what_is_survived(lama: Path, site: Path, run
     words = "spares copy the newest save"
     assert words in told(lama, *spared)["losses"][-1]
     assert f"  {words}" in run(lama, *spared).stdout
-    assert words not in run(lama, *spared, "checkpoint.spares=false").stdout
+    assert words not in run(lama, *spared, "checkpoint.replicate_to_spares=false").stdout
     assert words not in run(lama, *LAMA).stdout
 
 
@@ -130,8 +130,8 @@ def test_a_plan_with_all_that_it_needs(lama: Path, site: Path, runs_root: Path) 
         "parity": 100,
         "durable": 500,
     }
-    assert levels["durable"]["drain"] == {"value": 45.0, "source": "as given"}
-    assert levels["parity"]["drain"]["source"] == "at best: profile tiny, 25 GB/s of a node to its leaf"
+    assert levels["durable"]["flush"] == {"value": 45.0, "source": "as given"}
+    assert levels["parity"]["flush"]["source"] == "at best: profile tiny, 25 GB/s of a node to its leaf"
     assert any("leaf" in line and "survives the loss" in line for line in found["losses"])
     keys = found["advice"]["keys"]
     assert keys["checkpoint.durable.every"] % keys["checkpoint.every"] == 0
@@ -139,7 +139,7 @@ def test_a_plan_with_all_that_it_needs(lama: Path, site: Path, runs_root: Path) 
     at = {factor: one["efficiency"] for factor, one in found["check"]["at"].items()}
     assert at["1.0"] >= found["check"]["best"]["efficiency"] * 0.99
     assert found["own_waste"] >= found["advice"]["waste"]
-    assert found["lead_s"] == pytest.approx(1.5 * (45 + 0.6 + levels["parity"]["drain"]["value"]) + 3.2)
+    assert found["lead_s"] == pytest.approx(1.5 * (45 + 0.6 + levels["parity"]["flush"]["value"]) + 3.2)
     text = run(lama, *LAMA, *KNOWN, "--check").stdout
     for words in (
         f"checkpoint.every={keys['checkpoint.every']}",
@@ -156,7 +156,7 @@ def test_bandwidths_of_the_profile_stand_in_for_measured_times(
 ) -> None:
     profile(site, runs_root)
     found = told(lama, *LAMA)
-    durable = next(one for one in found["levels"] if one["level"] == "durable")["drain"]
+    durable = next(one for one in found["levels"] if one["level"] == "durable")["flush"]
     whole, node = (found["sizes"][name]["value"] for name in ("whole", "node"))
     assert durable == {
         "value": max(node / 2e9, whole / 8e9),
@@ -191,8 +191,8 @@ def test_the_object_store_is_reckoned_with(lama: Path) -> None:
 
 
 def test_a_limit_below_the_interval_is_told(lama: Path) -> None:
-    found = told(lama, *LAMA, "checkpoint.max_undurable=10m", *KNOWN)
-    assert any("max_undurable: 10m is less than 27.4 min" in note for note in found["notes"])
+    found = told(lama, *LAMA, "checkpoint.max_durable_age=10m", *KNOWN)
+    assert any("max_durable_age: 10m is less than 27.4 min" in note for note in found["notes"])
 
 
 @pytest.mark.parametrize("word", ["stall", "nope=3", "stall=soon", "node=0", "step=-1"])

@@ -11,7 +11,7 @@ from tests.lab.test_lab_levels import JOB, events, steps, stored
 
 @pytest.mark.parametrize("which", ["a node", "the batch host"])
 def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: str) -> None:
-    job = JOB.replace("parity: {scheme: xor}, spares: false", "parity: {scheme: none}")
+    job = JOB.replace("parity: {scheme: xor}, replicate_to_spares: false", "parity: {scheme: none}")
     assert job != JOB
     (desk.path / "job.yaml").write_text(job)
     desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")

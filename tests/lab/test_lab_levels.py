@@ -18,7 +18,7 @@ model: {vocab: 256, hidden: 32, ffn: 64, layers: 2, heads: 4, kv_heads: 2}
 data: {text: python-stdlib, pattern: "a*.py", seq_len: 32, holdout: 0}
 parallel: {dp_shard: 4}
 train: {steps: 60, mbs: 1, gbs: 4}
-checkpoint: {every: 5, memory: 2, durable: {every: 100000}, parity: {scheme: xor}, spares: false}
+checkpoint: {every: 5, memory: 2, durable: {every: 100000}, parity: {scheme: xor}, replicate_to_spares: false}
 resources: {nodes: 4, spares: 4, mem: 2G, placement: spread}
 """
 

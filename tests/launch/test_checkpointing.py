@@ -1,4 +1,4 @@
-"""Drain workers and their hosts, and what a supervisor makes of what they hold."""
+"""Checkpoint workers and their hosts, and what a supervisor makes of what they hold."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 def test_the_first_attempt_has_workers_and_nothing_to_go_on_from(site: Site) -> None:
     assert site.prepare() is None
-    assert site.environ["HPCRUN_DRAIN"].endswith(f"/{site.run.run_id}/{{node}}/drain.sock")
+    assert site.environ["HPCRUN_WORKER_SOCKET"].endswith(f"/{site.run.run_id}/{{node}}/worker.sock")
     peers = json.loads(site.run.attempt(1).peers.read_text())
     assert set(peers["nodes"]) == {*NODES, "spare"}
     last = site.orders("b", "configure")[-1]
@@ -168,7 +168,7 @@ def test_a_node_that_is_silent_has_nothing(site: Site, monkeypatch: pytest.Monke
     (site.path / "b.silent").touch()
     (site.path / "c.late").touch()
     assert site.prepare(2) is None
-    assert any("no drain worker has come up on c" in note for note in site.notes)
+    assert any("no checkpoint worker has come up on c" in note for note in site.notes)
     assert any(note.startswith("b did not say in time") for note in site.notes)
     assert "nothing that was saved is whole: starting from the beginning" in site.notes
 
@@ -180,8 +180,8 @@ def test_a_node_whose_worker_refuses_is_not_waited_for_and_says_why(
     (site.path / "c.refuses").touch()
     site.prepare()
     site.keeper.look()
-    assert site.notes.count("c: its drain worker: no room for it") == 1
-    assert any("no drain worker has come up on c" in note for note in site.notes)
+    assert site.notes.count("c: its checkpoint worker: no room for it") == 1
+    assert any("no checkpoint worker has come up on c" in note for note in site.notes)
 
 
 def test_where_every_save_is_damaged_nothing_starts(site: Site) -> None:
@@ -232,7 +232,7 @@ def test_a_worker_that_dies_takes_down_what_it_had_not_stored(site: Site) -> Non
     (died,) = site.named("drain died")
     assert (died["node"], died["wait_status"]) == ("b", 3)
     (failed,) = site.named("checkpoint")
-    assert failed["problem"] == "b: its drain worker died: something went wrong"
+    assert failed["problem"] == "b: its checkpoint worker died: something went wrong"
     # The others have been told where the new one listens.
     new = site.orders("c", "configure")[-1]["peers"]["b"]
     assert new != site.orders("c", "configure")[configured - 1]["peers"]["b"]
@@ -359,7 +359,7 @@ def test_a_run_without_durable_saves_is_told_once_and_again_after_one(
 ) -> None:
     now = [1000.0]
     run = RunDir(tmp_path)
-    watch = DurabilityWatchdog(run, CheckpointSpec(max_undurable="10m"), lambda: now[0])
+    watch = DurabilityWatchdog(run, CheckpointSpec(max_durable_age="10m"), lambda: now[0])
     watch.begin()
     now[0] += 599
     assert watch.look() is None
@@ -432,4 +432,4 @@ def test_events_of_levels_in_words() -> None:
         "(generation ab) has failed 2 times"
     )
     assert describe_level_event("erasure sets", {"message": "one\ntwo"}) == "one; two"
-    assert describe_level_event("drain died", {"node": "a"}).startswith("the drain worker on a died")
+    assert describe_level_event("drain died", {"node": "a"}).startswith("the checkpoint worker on a died")

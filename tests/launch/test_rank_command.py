@@ -67,10 +67,10 @@ def test_a_rank_is_told_what_torchrun_would_tell_it(
 
 
 def test_a_rank_is_told_of_its_own_node_where_all_were_told_the_same(attempt: Attempt) -> None:
-    told = {"HPCRUN_DRAIN": "/dev/shm/a run/{node}/drain.sock"}
-    assert start(attempt, "sh", "-c", 'echo "$HPCRUN_DRAIN"', env=SLURM | told).wait() == 0
+    told = {"HPCRUN_WORKER_SOCKET": "/dev/shm/a run/{node}/worker.sock"}
+    assert start(attempt, "sh", "-c", 'echo "$HPCRUN_WORKER_SOCKET"', env=SLURM | told).wait() == 0
     node = f"{os.uname().nodename}.some.domain"
-    assert attempt.log(1).read_text() == f"/dev/shm/a run/{node}/drain.sock\n"
+    assert attempt.log(1).read_text() == f"/dev/shm/a run/{node}/worker.sock\n"
 
 
 def test_words_arrive_as_they_are_and_nothing_is_executed(attempt: Attempt) -> None:

@@ -1,4 +1,4 @@
-"""A drain worker without memory: it holds what files in its folder say, and does as it is told.
+"""A checkpoint worker without memory: it holds what files in its folder say, and does as it is told.
 
 worker_program.py FOLDER: FOLDER/NODE.json has the holdings of each node; FOLDER/NODE.log gets every order.
 """

@@ -78,8 +78,8 @@ def test_what_the_levels_have_come_to() -> None:
     found = CheckpointStats().take_all(run.metrics)
     memory, parity, durable = (found.levels[name] for name in ("memory", "parity", "durable"))
     assert (memory.saves, memory.stall_s, memory.size_bytes) == (2, 1.0, 16 * GB)
-    assert (parity.saves, parity.drain_s, parity.lag_s, parity.ratio) == (1, 1.0, 2.0, 0.5)
-    assert (durable.saves, durable.failures, durable.drain_s, durable.ratio) == (1, 1, 2.0, 1.0)
+    assert (parity.saves, parity.flush_s, parity.lag_s, parity.ratio) == (1, 1.0, 2.0, 0.5)
+    assert (durable.saves, durable.failures, durable.flush_s, durable.ratio) == (1, 1, 2.0, 1.0)
     stored = next(one for one in run.metrics if one.get("level") == "durable")
     assert found.undurable_since == stored["time"]
     assert found.lines() == [
@@ -108,7 +108,7 @@ def test_odd_lines_change_nothing() -> None:
             {},
         ]
     )
-    assert {name: (one.drain_s, one.stall_s, one.size_bytes) for name, one in found.levels.items()} == {
+    assert {name: (one.flush_s, one.stall_s, one.size_bytes) for name, one in found.levels.items()} == {
         "parity": (0.0, 0.0, 0.0),
         "durable": (0.0, 0.0, 0.0),
     }
@@ -157,13 +157,13 @@ def test_prometheus_gets_every_level() -> None:
         if one.name.startswith("hpcrun_checkpoint")
     }
     assert found["hpcrun_checkpoint_stall_seconds_total", "r", "memory"] == 1.0
-    assert found["hpcrun_checkpoint_drain_seconds_total", "r", "durable"] == 2.0
+    assert found["hpcrun_checkpoint_flush_seconds_total", "r", "durable"] == 2.0
     assert found["hpcrun_checkpoint_bytes_total", "r", "parity"] == 2 * GB
     assert found["hpcrun_checkpoint_failures_total", "r", "durable"] == 1
     assert found["hpcrun_checkpoint_lag_seconds", "r", "durable"] == 3.5
     assert found["hpcrun_checkpoint_bytes_ratio", "r", "parity"] == 0.5
-    assert found["hpcrun_checkpoint_undurable_seconds", "r", None] == 40.0
-    assert ("hpcrun_checkpoint_undurable_seconds", "over", None) not in found
+    assert found["hpcrun_checkpoint_durable_age_seconds", "r", None] == 40.0
+    assert ("hpcrun_checkpoint_durable_age_seconds", "over", None) not in found
     assert found["hpcrun_checkpoint_last_step", "r", None] == 5
 
 
@@ -193,12 +193,12 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
 
 def test_sinks_get_drain_and_lag_of_each_level(runs_root: Path) -> None:
     stored = {"kind": "stored", "step": 5, "level": "durable", "seconds": 2.0, "lag_s": 3.5}
-    assert record_scalars(stored, 1) == {"checkpoint/durable_drain(s)": 2.0, "checkpoint/durable_lag(s)": 3.5}
+    assert record_scalars(stored, 1) == {"checkpoint/durable_flush(s)": 2.0, "checkpoint/durable_lag(s)": 3.5}
     directory = written(leveled(), create_run("leveled"))
     points = ScalarReader(directory, 2, {})
     names = {name for _, _, figures in points.new() for name in figures if name.startswith("checkpoint/")}
     assert names == {
-        f"checkpoint/{level}_{what}(s)" for level in ("parity", "durable") for what in ("drain", "lag")
+        f"checkpoint/{level}_{what}(s)" for level in ("parity", "durable") for what in ("flush", "lag")
     }
     again = ScalarReader(directory, 2, json.loads(json.dumps(points.state)))
     assert list(again.new()) == []

@@ -139,5 +139,5 @@ def test_what_a_level_takes_in_the_background_is_seen_in_the_steps_beside_it() -
     assert found.step_s == 1.0
     assert found.levels["memory"].stall_s == 0.25
     durable = found.levels["durable"]
-    assert (durable.drain_s, durable.lag_s, durable.saves) == (3.0, 3.5, 1)
+    assert (durable.flush_s, durable.lag_s, durable.saves) == (3.0, 3.5, 1)
     assert durable.stall_s == pytest.approx(1.0), "two steps of half a second more"

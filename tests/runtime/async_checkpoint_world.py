@@ -135,7 +135,7 @@ def steady(root: Path, control: Control, mesh: DeviceMesh) -> Any:
 
 def alike(root: Path, control: Control, mesh: DeviceMesh) -> Any:
     """One rank has no slot, the others have: all leave the save out, and all go on with the next one."""
-    desk = Desk(root, control, behind="skip")
+    desk = Desk(root, control, on_backlog="skip")
     state = {"model.a": torch.zeros(64)}
     begun = [desk.saves.save(1, 1, state)]
     desk.saves.fence()

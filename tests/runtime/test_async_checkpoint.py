@@ -246,7 +246,7 @@ def fill_all(bench: Bench) -> None:
 
 
 def test_skip_leaves_out_a_save_that_is_due_too_early(make: Any) -> None:
-    bench = make(behind="skip")
+    bench = make(on_backlog="skip")
     fill_all(bench)
     assert not bench.saves.save(3, 3, {"a": torch.zeros(1000)})
     bench.worker.stores.set()
@@ -256,7 +256,7 @@ def test_skip_leaves_out_a_save_that_is_due_too_early(make: Any) -> None:
 
 
 def test_wait_waits_for_the_one_before(make: Any) -> None:
-    bench = make(behind="wait")
+    bench = make(on_backlog="wait")
     fill_all(bench)
     bench.worker._thread(lambda: bench.worker.stores.wait(0.3) or bench.worker.stores.set())
     assert bench.saves.save(3, 3, {"a": torch.zeros(1000)})
@@ -264,7 +264,7 @@ def test_wait_waits_for_the_one_before(make: Any) -> None:
 
 
 def test_degrade_lets_the_older_ones_go_no_further(make: Any) -> None:
-    bench = make(behind="degrade")
+    bench = make(on_backlog="degrade")
     fill_all(bench)
     assert bench.saves.save(3, 3, {"a": torch.zeros(1000)})
     assert [one["do"] for one in bench.worker.said].count("degrade") == 1

@@ -1,4 +1,4 @@
-"""Saves behind training over several ranks, with a real drain worker: what one world told of them."""
+"""Saves behind training over several ranks, with a real checkpoint worker: what one world told of them."""
 
 from __future__ import annotations
 

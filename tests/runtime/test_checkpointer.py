@@ -120,8 +120,8 @@ def test_what_cannot_be_saved_is_said(tmp_path: Path, state: Any, words: str) ->
 
 
 def test_options_are_those_of_a_job(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"behind: .*wait.*options: every, keep"):
-        hpcrun.Checkpointer(tmp_path, behind="later")
+    with pytest.raises(UsageError, match=r"on_backlog: .*wait.*options: every, keep"):
+        hpcrun.Checkpointer(tmp_path, on_backlog="later")
     with pytest.raises(UsageError, match="a directory is needed"):
         hpcrun.Checkpointer()
 

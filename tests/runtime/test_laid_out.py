@@ -1,4 +1,4 @@
-"""Saves that ranks write themselves lie on Lustre as those of the drain workers do."""
+"""Saves that ranks write themselves lie on Lustre as those of the checkpoint workers do."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    monkeypatch.setenv("HPCRUN_DRAIN", str(tmp_path / "here" / "drain.sock"))
+    monkeypatch.setenv("HPCRUN_WORKER_SOCKET", str(tmp_path / "here" / "worker.sock"))
     return Place(tmp_path)
 
 

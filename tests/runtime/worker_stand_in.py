@@ -1,4 +1,4 @@
-"""A drain worker in a thread, which stores nothing before a test lets it, and can be taken away."""
+"""A checkpoint worker in a thread, which stores nothing before a test lets it, and can be taken away."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StandIn:
         self.start()
 
     def socket(self) -> Path:
-        return self.folder / "drain.sock"
+        return self.folder / "worker.sock"
 
     def close(self) -> None:
         """Nothing of a rank's."""

@@ -371,4 +371,4 @@ def test_what_we_say_makes_sense() -> None:
         {"stamp": {"generation": []}},
     ]
     for told in wrong:
-        assert "its drain worker's" in check_agent_message({"kind": "drain", "node": "n", "told": told})
+        assert "its checkpoint worker's" in check_agent_message({"kind": "drain", "node": "n", "told": told})

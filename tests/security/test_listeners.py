@@ -193,7 +193,7 @@ class AtGate:
 
 
 class AtPeers:
-    """A drain worker's end for other nodes."""
+    """A checkpoint worker's end for other nodes."""
 
     def __init__(self) -> None:
         self.server = PeerServer(HERE, PeerCredentials(RUN, "n1", SECRET))
@@ -310,7 +310,7 @@ class AtProgress:
 
 
 class AtArena:
-    """A drain worker's socket for the ranks of its node, which is a process of its own."""
+    """A checkpoint worker's socket for the ranks of its node, which is a process of its own."""
 
     def __init__(self, root: Path) -> None:
         (root / "run" / "checkpoints").mkdir(parents=True)

@@ -139,12 +139,12 @@ def test_a_worker_and_its_ranks_meet_where_the_name_is_taken() -> None:
             assert Path(ready["socket"]).stat().st_mode & 0o777 == 0o600
         finally:
             host.kill()
-        os.environ["HPCRUN_DRAIN"] = str(TOP / run.run_id / "n1" / "drain.sock")
+        os.environ["HPCRUN_WORKER_SOCKET"] = str(TOP / run.run_id / "n1" / "worker.sock")
         from hpcrun.runtime.control import LoneControl
         from hpcrun.runtime.worker_client import RankWorkerClient
         from hpcrun.runtime.worker_endpoint import AgentWorker, OwnWorker
 
-        assert AgentWorker(os.environ).socket() == host.arena / "drain.sock"
+        assert AgentWorker(os.environ).socket() == host.arena / "worker.sock"
         # Under torchrun there is no agent.
         home = OwnWorker(run.path, CheckpointSpec.model_validate({"memory": 2}), LoneControl(), 1)
         try:

@@ -228,7 +228,7 @@ def test_the_profile_knows_how_many_gpus_a_job_gets(live: LiveCluster) -> None:
         ("watch: {floor: 10m}", "watch.floor"),
         ("watch: {floor: 2h}", "watch.floor"),
         ("watch: {slow: 1h}", "watch.slow"),
-        ("checkpoint: {max_undurable: 1h, memory: 1}", "checkpoint.max_undurable"),
+        ("checkpoint: {max_durable_age: 1h, memory: 1}", "checkpoint.max_durable_age"),
         ("watch: {floor: 2h, hangs: false}", ""),
         ("watch: {floor: 9m, slow: 10m}", ""),
         ("retry: {grace: 9m}", ""),

@@ -103,7 +103,7 @@ def test_every_rule_says_how_grave_and_about_which_run() -> None:
         assert "{{ $labels.run }}" in rule["annotations"]["summary"]
 
 
-@pytest.mark.parametrize("figure", ["undurable_seconds", "lag_seconds", "failures_total"])
+@pytest.mark.parametrize("figure", ["durable_age_seconds", "lag_seconds", "failures_total"])
 def test_saves_that_do_not_get_where_they_should_are_shown_and_watched(figure: str) -> None:
     name = f"hpcrun_checkpoint_{figure}"
     assert any(name in rule["expr"] for rule in rules())

@@ -5,7 +5,7 @@
         slot-RANK-K.json                which generation it holds: written when it is sealed, removed before
                                         the slot is used again, so that a slot without it holds nothing
         guest-GENERATION-NUMBER.*       a copy of another node's part, and its record
-        drain.sock                      where ranks speak to the drain worker
+        worker.sock                      where ranks speak to the checkpoint worker
 
 RUN is the run's id with each / replaced by +. The folder RUN also holds run.json, the run's directory, by
 which anybody finds out whether that run still lives.
@@ -36,7 +36,7 @@ from hpcrun.errors import SiteError
 from hpcrun.files import OwnedDirectory, UntrustedFileError, is_tamper_proof_directory
 
 SHM = Path("/dev/shm")
-SOCKET_NAME = "drain.sock"
+SOCKET_NAME = "worker.sock"
 RUN_RECORD_NAME = "run.json"
 """Says in the folder of a run where that run's directory is."""
 _SLOT_NAME = re.compile(r"slot-([0-9]+)-([0-9]+)\.bin")

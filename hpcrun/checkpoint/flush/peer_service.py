@@ -1,4 +1,4 @@
-"""A drain worker's side of the talk between nodes: it answers the others, keeps parity, and rebuilds."""
+"""A checkpoint worker's side of the talk between nodes: it answers the others, keeps parity, and rebuilds."""
 
 from __future__ import annotations
 

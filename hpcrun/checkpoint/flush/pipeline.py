@@ -115,7 +115,7 @@ class FlushPipeline:
         self._hurry = threading.Event()
         self._outcomes = SimpleQueue[Callable[[], None]]()
         self._seal_executor = ThreadPoolExecutor(1, "seal")
-        self._transfer_executor = ThreadPoolExecutor(1, "drain")
+        self._transfer_executor = ThreadPoolExecutor(1, "flush")
         self._upload_executor = ThreadPoolExecutor(1, "copy")
         self._being_sealed: dict[str, _SealingGeneration] = {}
         self._transfers: list[_Transfer] = []

@@ -44,18 +44,18 @@ class RankRequestHandler(PipelineListener):
     def __init__(self, tell_host: SendMessage) -> None:
         self._tell_host = tell_host
         self._ranks: dict[int, _ConnectedRank] = {}
-        self._drain: FlushPipeline | None = None
+        self._pipeline: FlushPipeline | None = None
         self._attempt = 0
 
-    def open(self, drain: FlushPipeline, attempt: int) -> None:
+    def open(self, pipeline: FlushPipeline, attempt: int) -> None:
         """From now on there is an arena, and this is the attempt."""
-        self._drain, self._attempt = drain, attempt
+        self._pipeline, self._attempt = pipeline, attempt
 
     def hear(self, message: Any, send: SendMessage) -> int | None:
         """Do what a rank asks; its number, where it has said it."""
         try:
             rank = int(message["rank"])
-            if self._drain is None:
+            if self._pipeline is None:
                 raise ValueError("the worker has no arena yet")
             known = self._ranks.get(rank)
             if known is not None and known.send is not send:
@@ -74,7 +74,7 @@ class RankRequestHandler(PipelineListener):
             }.get(message["do"])
             if handle is None:
                 raise ValueError(f"unknown verb {message['do']}")
-            handle(self._drain, rank, known, message)
+            handle(self._pipeline, rank, known, message)
         except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, OSError) as error:
             send({"kind": "error", "why": f"{type(error).__name__}: {error}"})
             return None
@@ -85,11 +85,11 @@ class RankRequestHandler(PipelineListener):
         known = self._ranks.get(rank)
         if known is not None and known.send is send:
             del self._ranks[rank]
-            if self._drain is not None:
-                self._drain.lose(rank)
+            if self._pipeline is not None:
+                self._pipeline.lose(rank)
 
     def _reserve(
-        self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+        self, pipeline: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
     ) -> None:
         ranks = tuple(sorted(map(int, message["ranks"])))
         if rank not in ranks or int(message["slots"]) < 1:
@@ -99,44 +99,48 @@ class RankRequestHandler(PipelineListener):
         if any(wish is None or wish[2] != ranks for wish in wishes.values()) or len(wishes) < len(ranks):
             return
         decided = {one: wish for one, wish in wishes.items() if wish is not None}
-        drain.ranks = ranks
+        pipeline.ranks = ranks
         # All its pages are made now, which may take minutes.
         self._tell_host({"kind": "reserving"})
         answers: dict[int, dict[str, Any]] = {}
         try:
             sizes = {one: wish[0] for one, wish in decided.items()}
             count = min(wish[1] for wish in decided.values())
-            given = drain.reserve(sizes, count)
+            given = pipeline.reserve(sizes, count)
             for one, slots in given.items():
                 names = [str(slot.path) for slot in slots]
-                answers[one] = {"kind": "reserved", "slots": names, "levels": drain.levels}
+                answers[one] = {"kind": "reserved", "slots": names, "levels": pipeline.levels}
         except (SiteError, OSError) as error:
             answers = {one: {"kind": "refused", "why": str(error)} for one in ranks}
         for one, answer in answers.items():
             self._ranks[one].wish = None
             self._ranks[one].send(answer)
 
-    def _plan(self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]) -> None:
+    def _plan(
+        self, pipeline: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+    ) -> None:
         pieces = [ChunkSpec(n, d, tuple(w), tuple(o), tuple(s)) for n, d, w, o, s in message["pieces"]]
         plan = plan_slot(rank, pieces, int(message["file"]), int(message["start"]))
         known.plans[str(message["key"])] = plan
         known.send({"kind": "planned", "key": message["key"], "size_bytes": plan.layout.size_bytes})
 
-    def _claim(self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]) -> None:
+    def _claim(
+        self, pipeline: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+    ) -> None:
         generation, published = str(message["generation"]), message["published"]
         if published is not None:
-            drain.published = str(published)
-        slot = drain.arena.claim(rank, generation, published, self._attempt, drain.is_kept_elsewhere)
+            pipeline.published = str(published)
+        slot = pipeline.arena.claim(rank, generation, published, self._attempt, pipeline.is_kept_elsewhere)
         if isinstance(slot, str):
             known.refused = generation
             known.send({"kind": "busy", "generation": generation, "why": slot})
             return
         known.refused = ""
-        number = drain.arena.slots[rank].index(slot)
+        number = pipeline.arena.slots[rank].index(slot)
         known.send({"kind": "claimed", "generation": generation, "slot": number, "path": str(slot.path)})
 
     def _filled(
-        self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+        self, pipeline: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
     ) -> None:
         stamp = GenerationId(**message["stamp"])
         levels = [level for level in CHECKPOINT_LEVELS if level in message["levels"]]
@@ -144,36 +148,40 @@ class RankRequestHandler(PipelineListener):
             raise ValueError(
                 f"unknown levels {', '.join(sorted(unknown))}; known: {', '.join(CHECKPOINT_LEVELS)}"
             )
-        slots = drain.arena.slots.get(rank, [])
+        slots = pipeline.arena.slots.get(rank, [])
         slot = slots[int(message["slot"])] if 0 <= int(message["slot"]) < len(slots) else None
         plan = known.plans.get(str(message["key"]))
         problem = _find_fill_problem(slot, plan, stamp)
         if problem or slot is None or plan is None:
             # It comes from before this worker, or never was.
-            drain.fail(stamp, f"rank {rank}: {problem}")
+            pipeline.fail(stamp, f"rank {rank}: {problem}")
             return
-        drain.fill(slot, plan, stamp, levels)
+        pipeline.fill(slot, plan, stamp, levels)
 
-    def _lost(self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]) -> None:
+    def _lost(
+        self, pipeline: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+    ) -> None:
         stamp = GenerationId(**message["stamp"])
-        for slot in drain.arena.slots.get(rank, []):
+        for slot in pipeline.arena.slots.get(rank, []):
             if slot.state == "claimed":
                 slot.empty()
-        drain.fail(stamp, f"rank {rank}: {message['why']}")
+        pipeline.fail(stamp, f"rank {rank}: {message['why']}")
 
-    def _ping(self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]) -> None:
+    def _ping(
+        self, pipeline: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+    ) -> None:
         known.send({"kind": "pong"})
 
     def _hasten(
-        self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+        self, pipeline: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
     ) -> None:
-        drain.hasten()
+        pipeline.hasten()
 
     def _degrade(
-        self, drain: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
+        self, pipeline: FlushPipeline, rank: int, known: _ConnectedRank, message: dict[str, Any]
     ) -> None:
         if known.refused:
-            drain.degrade(known.refused)
+            pipeline.degrade(known.refused)
 
     def sealed(self, rank: int, stamp: GenerationId) -> None:
         """Tell the rank."""

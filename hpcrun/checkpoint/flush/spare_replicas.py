@@ -91,7 +91,7 @@ class SpareReplicaStore:
             if path.name.startswith(_PREFIX) and (path.suffix == ASIDE_SUFFIX or not is_held):
                 arena.files.unlink(path.name)
 
-    def obey(self, told: Mapping[str, Any], asks: PeerReader, spread: float) -> None:
+    def obey(self, told: Mapping[str, Any], asks: PeerReader, flush_duty: float) -> None:
         """Begin what an order `copy` asks for, instead of an earlier one; ValueError: no such order."""
         order = _CopyOrder(
             int(told["id"]), GenerationId(**told["stamp"]), tuple(map(str, told["nodes"])), asks
@@ -99,7 +99,7 @@ class SpareReplicaStore:
         if not _GENERATION.fullmatch(order.stamp.generation):
             raise ValueError(f"{order.stamp.generation} is no generation: 32 hexadecimal digits")
         self.end()
-        self._throttle.spread, self._order = spread, order
+        self._throttle.flush_duty, self._order = flush_duty, order
         self._thread.submit(self._copy, order)
 
     def end(self) -> None:

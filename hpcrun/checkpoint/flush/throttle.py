@@ -1,8 +1,8 @@
-"""How fast the drain worker goes beside training: in short stints with rests between, unless somebody waits.
+"""Slow the checkpoint worker down during training: short bursts with rests between, unless somebody waits.
 
-Hashing and writing take bandwidth of the memory, and a core, from training. Spread over many steps that is
-not felt; done at once, the steps beside it are longer. What is spread is durable later: `spread` bounds that
-by a part of the time between saves, and there are no more rests once anybody waits for a save.
+Hashing and writing take memory bandwidth and a core from training. Spread over many steps, training does not
+slow down; done at once, the steps at that time take longer. Spread, a save is durable later: `flush_duty`
+limits the delay to a part of the time between saves, and rests end as soon as anybody waits for a save.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ MAX_REST_S = 1.0
 """A write that took long has mostly waited itself, for a disk or a server, and training has not felt it."""
 
 
-def compute_duty_cycle(worked_s: float, interval_s: float | None, spread: float) -> float:
+def compute_duty_cycle(worked_s: float, interval_s: float | None, flush_duty: float) -> float:
     """The share of its time that a thread is to work, for a save that takes so much work.
 
     `interval_s`: from the save before to this one; None: not known yet, so that nothing is put off.
-    `spread`: the part of that time over which the work may be spread; 0: no rests.
+    `flush_duty`: the part of that time over which the work may be spread; 0: no rests.
     """
-    room_s = spread * (interval_s or 0.0)
+    room_s = flush_duty * (interval_s or 0.0)
     return min(1.0, max(MIN_DUTY_CYCLE, worked_s / room_s)) if room_s > 0 else 1.0
 
 
@@ -40,7 +40,7 @@ class Throttle:
     """Keeps the threads of a worker to their shares; all methods may be called in any of them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.spread = 0.0
+        self.flush_duty = 0.0
         """Of the job; see `compute_duty_cycle`."""
         self._clock, self._hasty = clock, threading.Event()
         self._lock, self._stint = threading.Lock(), _WorkBurst()
@@ -55,7 +55,7 @@ class Throttle:
         self._calm.clear()
         with self._lock:
             interval_s = None if self._begun is None else now - self._begun
-            self._share = compute_duty_cycle(self._worked_s, interval_s, self.spread)
+            self._share = compute_duty_cycle(self._worked_s, interval_s, self.flush_duty)
             self._begun, self._worked_s = now, 0.0
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""Which stations a drain worker has: made anew from what the host says, at the beginning of each attempt."""
+"""The tiers of a checkpoint worker, made anew from the supervisor's order at the start of each attempt."""
 
 from __future__ import annotations
 

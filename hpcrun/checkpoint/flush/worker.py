@@ -1,4 +1,4 @@
-"""The drain worker: one a node, a process of its own beside training; `hpcrun _drain` is its command.
+"""The checkpoint worker: one process a node, next to the ranks; `hpcrun _checkpoint_worker` is its command.
 
 Orders of its host come on stdin and its answers go to stdout, lines of JSON; ranks speak to it over the
 socket in the arena. It outlives ranks and attempts, and ends with its host.
@@ -79,7 +79,7 @@ class CheckpointWorker:
         self._open_peer_service = open_neighbour or tiers.OPEN_PEER_SERVICE
         self._rank_requests = RankRequestHandler(host.send)
         self._context: TierContext | None = None
-        self._drain: FlushPipeline | None = None
+        self._pipeline: FlushPipeline | None = None
         self._peer_service: PeerServiceProtocol | None = None
         self._guests: SpareReplicaStore | None = None
         self._locked_arena: OwnedDirectory | None = None
@@ -114,7 +114,7 @@ class CheckpointWorker:
             if isinstance(key.data, _RankConnection):
                 waits = selectors.EVENT_WRITE if key.data.lines.has_pending_output else 0
                 self._selector.modify(key.fileobj, selectors.EVENT_READ | waits, key.data)
-        is_at_tier = self._drain is not None and self._drain.is_at_tier
+        is_at_tier = self._pipeline is not None and self._pipeline.is_at_tier
         timeout = 0.1 if self._host.has_pending_output else _STALL_CHECK_S if is_at_tier else None
         for key, events in self._selector.select(timeout):
             if key.fileobj == self._wake_descriptor:
@@ -127,8 +127,8 @@ class CheckpointWorker:
             else:
                 self._welcome()
         self._host.flush()
-        if self._drain is not None:
-            self._drain.settle()
+        if self._pipeline is not None:
+            self._pipeline.settle()
         with contextlib.suppress(Empty):
             while True:
                 self._host.send(self._answers.get_nowait())
@@ -136,15 +136,15 @@ class CheckpointWorker:
     def _finish(self) -> None:
         """Nobody comes back for what is in memory: it is stored now, and the memory given back."""
         self._selector.unregister(self._host.reading)
-        while self._drain is not None and self._drain.is_storing:
-            self._drain.hasten()
+        while self._pipeline is not None and self._pipeline.is_storing:
+            self._pipeline.hasten()
             self._run_once()
             self._check_arena()
 
     def _check_arena(self) -> None:
         """In an arena that is gone nobody finds this worker; the next one makes it anew."""
-        if self._is_running and self._drain is not None and not self._drain.arena.folder_exists:
-            raise SiteError(f"{self._drain.arena.folder}: somebody has removed it")
+        if self._is_running and self._pipeline is not None and not self._pipeline.arena.folder_exists:
+            raise SiteError(f"{self._pipeline.arena.folder}: somebody has removed it")
 
     def _handle_host_orders(self) -> None:
         for order in self._host.receive():
@@ -216,7 +216,7 @@ class CheckpointWorker:
         guests = self._require_replica_store()
         if self._peer_service is None or self._context is None:
             raise ValueError("this worker talks to no other nodes")
-        guests.obey(order, self._peer_service, self._context.spec.spread)
+        guests.obey(order, self._peer_service, self._context.spec.flush_duty)
 
     def _require_replica_store(self) -> SpareReplicaStore:
         if self._guests is None:
@@ -229,18 +229,18 @@ class CheckpointWorker:
         if run_ids := order.get("run_ids"):  # a script's directory gets its identity at the first save
             own, *others = map(str, run_ids)
             run.assume(own, others)
-        if self._drain is None:
+        if self._pipeline is None:
             self._is_of_script = bool(order.get("script"))
             folder = self._make_arena(run, str(order["node"]))
-            self._drain = FlushPipeline(
+            self._pipeline = FlushPipeline(
                 Arena(folder), self._rank_requests, partial(os.eventfd_write, self._wake_descriptor, 1)
             )
-            self._guests = SpareReplicaStore(self._drain.arena, self._answer)
-            self._listening = listen_unix_socket(self._drain.arena.files, SOCKET_NAME)
+            self._guests = SpareReplicaStore(self._pipeline.arena, self._answer)
+            self._listening = listen_unix_socket(self._pipeline.arena.files, SOCKET_NAME)
             self._selector.register(self._listening, selectors.EVENT_READ)
-        around = parse_tier_context(order, self._drain.arena.folder)
-        around = replace(around, throttle=self._drain.throttle, watch=self._drain.watch, say=self._say)
-        around.throttle.spread = around.spec.spread
+        around = parse_tier_context(order, self._pipeline.arena.folder)
+        around = replace(around, throttle=self._pipeline.throttle, watch=self._pipeline.watch, say=self._say)
+        around.throttle.flush_duty = around.spec.flush_duty
         before = self._context
         if before is not None and (before.run, before.node) != (around.run, around.node):
             raise ValueError(f"this worker is that of node {before.node} in run {before.run.path}")
@@ -254,8 +254,8 @@ class CheckpointWorker:
             around = replace(around, peer_service=self._peer_service)
             self._peer_service.reconfigure(around)
         found, missing = _make_tiers(self._factories, around)
-        self._drain.configure(found, missing, around.run.checkpoints, around.hurry)
-        self._rank_requests.open(self._drain, around.attempt)
+        self._pipeline.configure(found, missing, around.run.checkpoints, around.hurry)
+        self._rank_requests.open(self._pipeline, around.attempt)
         self._context = around
         if before is None:
             self._withdraw(around)
@@ -317,28 +317,28 @@ class CheckpointWorker:
 
     def _withdraw(self, around: TierContext) -> None:
         """What a worker before this one had begun in this attempt nobody goes on with."""
-        assert self._drain is not None
-        for held in self._drain.arena.holdings(around.node):
+        assert self._pipeline is not None
+        for held in self._pipeline.arena.holdings(around.node):
             if held.stamp.attempt == around.attempt:
                 numbers = [part.number for part in held.parts]
-                self._drain.withdraw(
-                    held.stamp, numbers, "the drain worker was lost; a new one took its place"
+                self._pipeline.withdraw(
+                    held.stamp, numbers, "the checkpoint worker was lost; a new one took its place"
                 )
 
     def _opened(self) -> FlushPipeline:
-        if self._drain is None:
+        if self._pipeline is None:
             raise ValueError("configure comes first")
-        return self._drain
+        return self._pipeline
 
     def _holdings(self) -> list[InventoryEntry]:
-        drain = self._opened()
+        pipeline = self._opened()
         node = self._context.node if self._context is not None else ""
-        found = drain.holdings(node)
+        found = pipeline.holdings(node)
         if self._guests is not None:
             found += self._guests.holdings(node)
         if not any(one.level == "parity" for one in found):
             # Also a node that is in no set now may keep what others need.
-            found += list_parity_entries(drain.arena.files)
+            found += list_parity_entries(pipeline.arena.files)
         return exclude_damaged_parts(found, self._damaged_parts) if self._damaged_parts else found
 
     def _rebuild(self, order: dict[str, Any]) -> None:
@@ -383,13 +383,13 @@ class CheckpointWorker:
                 self._locked_arena.unlink(SOCKET_NAME)
         if self._guests is not None:
             self._guests.close()
-        if self._drain is not None:
-            self._drain.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
         if self._peer_service is not None:
             self._peer_service.close()
         self._orders.shutdown(wait=False, cancel_futures=True)
-        if self._is_of_script and self._drain is not None:
-            remove_arena_folder(self._drain.arena.folder)
+        if self._is_of_script and self._pipeline is not None:
+            remove_arena_folder(self._pipeline.arena.folder)
         self._host.flush_all(_FINAL_FLUSH_S)
 
 

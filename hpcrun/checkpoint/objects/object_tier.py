@@ -1,4 +1,4 @@
-"""Level `object` of a drain worker: its node's share of a save goes to the object store.
+"""Level `object` of a checkpoint worker: its node's share of a save goes to the object store.
 
 It is read from the run directory, so that a slow store keeps no memory from the next save.
 """

@@ -1,4 +1,4 @@
-"""Peers: the drain workers of a run read from one another what each has of a generation, over TCP.
+"""Peers: the checkpoint workers of a run read from one another what each has of a generation, over TCP.
 
 Both ends first prove that they know the run's secret. Then the one that came asks, one thing after the
 other, and the other answers with a message and, where bytes were asked for, with these in frames. Nobody

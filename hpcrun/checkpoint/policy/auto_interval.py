@@ -31,13 +31,13 @@ class ChosenInterval:
 
     every_s: float
     stall_s: float
-    drain_s: float
+    flush_s: float
     why: str
 
 
-def choose_interval(nodes: int, stall_s: float, drain_s: float) -> ChosenInterval:
+def choose_interval(nodes: int, stall_s: float, flush_s: float) -> ChosenInterval:
     """The interval for a job of so many nodes whose saves cost so much."""
-    tier = LevelGroup((LevelSaveCost("memory", stall_s), LevelSaveCost("durable", 0.0, drain_s)))
+    tier = LevelGroup((LevelSaveCost("memory", stall_s), LevelSaveCost("durable", 0.0, flush_s)))
     rate = sum(
         one.per_s or 0.0
         for one in estimate_failure_rates(FailureHistory(), nodes)
@@ -45,23 +45,23 @@ def choose_interval(nodes: int, stall_s: float, drain_s: float) -> ChosenInterva
     )
     best = daly_interval(stall_s, rate)
     found = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, best))
-    least = max(stall_s / DEFAULT_OVERHEAD_BOUND, drain_s)
+    least = max(stall_s / DEFAULT_OVERHEAD_BOUND, flush_s)
     nodes_told = f"{nodes} node{'s' * (nodes > 1)}"
     why = (
         f"training waits {format_time_span(stall_s)} a save and it is stored after"
-        f" {format_time_span(drain_s)}; with one failure of {nodes_told} in {format_time_span(1 / rate)}"
+        f" {format_time_span(flush_s)}; with one failure of {nodes_told} in {format_time_span(1 / rate)}"
         f" least is lost at {format_time_span(best)} (Daly)"
     )
     if least > found:
         what = (
             f"a cost of {DEFAULT_OVERHEAD_BOUND:.0%}"
-            if stall_s / DEFAULT_OVERHEAD_BOUND >= drain_s
+            if stall_s / DEFAULT_OVERHEAD_BOUND >= flush_s
             else "the last save to be stored"
         )
-        return ChosenInterval(least, stall_s, drain_s, f"{why}; made longer for {what}")
+        return ChosenInterval(least, stall_s, flush_s, f"{why}; made longer for {what}")
     if found != best:
         why += f"; saves stay between {_SHORTEST} and {_LONGEST} apart"
-    return ChosenInterval(found, stall_s, drain_s, why)
+    return ChosenInterval(found, stall_s, flush_s, why)
 
 
 class AutoInterval:
@@ -69,7 +69,7 @@ class AutoInterval:
 
     def __init__(self, nodes: int, now: float) -> None:
         self._nodes, self._since = nodes, now
-        self._stalls, self._drains = deque[float](maxlen=_SAMPLES), deque[float](maxlen=_SAMPLES)
+        self._stalls, self._flushes = deque[float](maxlen=_SAMPLES), deque[float](maxlen=_SAMPLES)
         self._told_s = 0.0
         self.every_s = MIN_INTERVAL_S
         """Until the first save has shown what it costs."""
@@ -87,12 +87,12 @@ class AutoInterval:
         if line.get("kind") == "save":
             self._stalls.append(float(line["seconds"]))
         elif line.get("kind") == "stored" and line.get("level") == "durable":
-            self._drains.append(float(line.get("lag_s") or 0.0))
+            self._flushes.append(float(line.get("lag_s") or 0.0))
         else:
             return None
         if not self._stalls:
             return None
-        found = choose_interval(self._nodes, max(self._stalls), max(self._drains, default=0.0))
+        found = choose_interval(self._nodes, max(self._stalls), max(self._flushes, default=0.0))
         self.every_s = found.every_s
         if abs(found.every_s - self._told_s) <= _MIN_CHANGE * self._told_s:
             return None

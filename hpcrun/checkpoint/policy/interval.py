@@ -1,10 +1,10 @@
-"""How often to save at each level: from what a save costs, how long it drains, and how often runs fail.
+"""How often to save at each level: from what a save costs, how long its flush takes, and how often runs fail.
 
 Levels that are taken at the same steps are a tier. Failures that a tier survives, and no nearer one, cost
 half of its interval each, and each save costs the time that training visibly waits: the sum is least at the
 interval of J. W. Young (Communications of the ACM 17, 1974), with the term of higher order of J. T. Daly
-(Future Generation Computer Systems 22, 2006). While a save drains training goes on: that is no cost, but adds
-to what a failure loses, and no interval may be shorter than the drain, or saves pile up.
+(Future Generation Computer Systems 22, 2006). Training continues during a flush: that is no cost, but adds
+to what a failure loses, and no interval may be shorter than the flush, or saves pile up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LevelSaveCost:
     level: CheckpointLevel
     stall_s: float = 0.0
     """For which training visibly waits, or by which it is slower."""
-    drain_s: float = 0.0
+    flush_s: float = 0.0
     """That the level itself takes, in the background."""
     restart_s: float = 0.0
     """From a failure until training goes on from this level."""
@@ -54,9 +54,9 @@ class LevelGroup:
         return math.fsum(one.stall_s for one in self.costs)
 
     @property
-    def drain_s(self) -> float:
-        """How long it keeps the drain worker busy."""
-        return math.fsum(one.drain_s for one in self.costs)
+    def flush_s(self) -> float:
+        """How long it keeps the checkpoint worker busy."""
+        return math.fsum(one.flush_s for one in self.costs)
 
     @property
     def survives(self) -> set[FailureKind]:
@@ -113,7 +113,7 @@ def storage_lag_s(tiers: Sequence[LevelGroup], index: int, level: CheckpointLeve
     total = 0.0
     for tier in tiers[: index + 1]:
         for one in tier.costs:
-            total += one.drain_s
+            total += one.flush_s
             if tier is tiers[index] and one.level == level:
                 return total
     return total
@@ -135,7 +135,7 @@ def recommend_intervals(
     bound: float = DEFAULT_OVERHEAD_BOUND,
     step_s: float | None = None,
     slots: int = 2,
-    behind: BacklogPolicy = "wait",
+    on_backlog: BacklogPolicy = "wait",
 ) -> IntervalAdvice:
     """The interval of each tier, nearest first; each is a multiple of the one before, in whole steps where
     `step_s` is known.
@@ -156,7 +156,7 @@ def recommend_intervals(
         told = f"saves would cost {total:.1%}: {longer:.3g} times as long for the bound of {bound:.1%}"
         for lines in reasons:
             lines.append(told)
-    floors = _minimum_intervals(tiers, slots, behind)
+    floors = _minimum_intervals(tiers, slots, on_backlog)
     for index in range(len(tiers) - 1, 0, -1):
         if wanted[index] <= wanted[index - 1] and floors[index] > floors[index - 1]:
             floors[index - 1] = floors[index]  # what is taken together waits together
@@ -216,16 +216,16 @@ def _pool_intervals(tiers: Sequence[LevelGroup], own: Sequence[float], bound: fl
 
 
 def _minimum_intervals(
-    tiers: Sequence[LevelGroup], slots: int, behind: BacklogPolicy
+    tiers: Sequence[LevelGroup], slots: int, on_backlog: BacklogPolicy
 ) -> list[tuple[float, str]]:
     """The shortest interval of each tier, and why."""
     floors, busy = [], 0.0
     for tier in tiers:
-        busy += tier.drain_s
-        floors.append((busy, f"a save of it drains for {format_time_span(busy)}"))
-    if tiers and behind != "skip" and busy / max(1, slots) > floors[0][0]:
-        drains = f"the deepest save drains for {format_time_span(busy)}"
-        what = f"{drains}, and memory holds {slots} (behind: {behind})"
+        busy += tier.flush_s
+        floors.append((busy, f"flushing a save of it takes {format_time_span(busy)}"))
+    if tiers and on_backlog != "skip" and busy / max(1, slots) > floors[0][0]:
+        flushes = f"flushing the deepest save takes {format_time_span(busy)}"
+        what = f"{flushes}, and memory holds {slots} (on_backlog: {on_backlog})"
         floors[0] = (busy / max(1, slots), what)
     return floors
 
@@ -260,7 +260,7 @@ def _round_to_multiple(
 
 def _explain_interval(tier: LevelGroup, rate: float, wanted_s: float) -> str:
     if not rate:
-        return "how often a failure needs it is not known: as often as the bound and its drain allow"
+        return "how often a failure needs it is not known: as often as the bound and its flush allow"
     stall, between = format_time_span(tier.stall_s), format_time_span(1 / rate)
     times = f"training waits {stall} a save, and one failure in {between} needs it"
     if abs(daly_interval(tier.stall_s, rate) - wanted_s) > 1e-6 * max(wanted_s, 1.0):

@@ -1,7 +1,7 @@
 """A run that saves at several levels and fails as a trace says: how much of its time was training it kept.
 
 Between failures the saves of a run repeat, so that one cycle of them is played through step by step, slots,
-drain and waiting included, and the rest is arithmetic: years of a run with a thousand failures take little.
+flush and waiting included, and the rest is arithmetic: years of a run with a thousand failures take little.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ def simulate_run(
     horizon_s: float,
     *,
     slots: int = 2,
-    behind: BacklogPolicy = "wait",
+    on_backlog: BacklogPolicy = "wait",
 ) -> SimulationResult:
     """A run of so long with these intervals; each has to be a multiple of the one before.
 
-    A failure ends the drains that are under way, and a restart that is struck again begins anew.
+    A failure ends the flushes that are under way, and a restart that is struck again begins anew.
     """
     times = [max(1, round(each / every_s[0])) for each in every_s]
-    cycle = _simulate_cycle(tiers, times, every_s[0], slots, behind)
+    cycle = _simulate_cycle(tiers, times, every_s[0], slots, on_backlog)
     run = _SimulatedRun(tiers, cycle, every_s[0])
     for at, kind in trace:
         if at < horizon_s:
@@ -107,7 +107,7 @@ def check_advice(
     rates: Mapping[FailureKind, float],
     *,
     slots: int = 2,
-    behind: BacklogPolicy = "wait",
+    on_backlog: BacklogPolicy = "wait",
     seed: int = 0,
     failures: int = 500,
 ) -> AdviceCheck | None:
@@ -128,7 +128,7 @@ def check_advice(
         intervals = [every]
         for count, factor in zip(times[1:], factors, strict=True):
             intervals.append(intervals[-1] * max(1, round(count * factor)))
-        told = simulate_run(tiers, intervals, trace, horizon, slots=slots, behind=behind)
+        told = simulate_run(tiers, intervals, trace, horizon, slots=slots, on_backlog=on_backlog)
         return IntervalCandidate(tuple(intervals), told.efficiency)
 
     same = [1.0] * (len(times) - 1)
@@ -207,7 +207,7 @@ class _SimulatedRun:
 
 
 def _simulate_cycle(
-    tiers: Sequence[LevelGroup], times: Sequence[int], every_s: float, slots: int, behind: BacklogPolicy
+    tiers: Sequence[LevelGroup], times: Sequence[int], every_s: float, slots: int, on_backlog: BacklogPolicy
 ) -> _SaveCycle:
     """The last of several cycles, when queues are as full as they get."""
     counts = [min(count, _MAX_CYCLE_SAVES) for count in times]
@@ -220,12 +220,12 @@ def _simulate_cycle(
     for number in range(1, 2 * size + 1):
         now += every_s
         begin = max(now, min(free))
-        if begin == now or behind != "skip":
+        if begin == now or on_backlog != "skip":
             due = [tier for tier, count in zip(tiers, counts, strict=True) if number % count == 0]
             now = begin + math.fsum(tier.stall_s for tier in due)
             worker = max(worker, now)
             for one in (cost for tier in due for cost in tier.costs):
-                worker += one.drain_s
+                worker += one.flush_s
                 stored[one.level].append((number, worker))
             free[free.index(min(free))] = worker
         ends.append(now)

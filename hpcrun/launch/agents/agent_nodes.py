@@ -52,7 +52,7 @@ class AgentNodes:
         self._worker_messages: list[tuple[str, dict[str, Any]]] = []
 
     def _pump(self, timeout_s: float) -> Iterator[tuple[AgentHandle, dict[str, Any]]]:
-        """What agents have said; what comes from drain workers waits until somebody asks for it."""
+        """What agents have said; what comes from checkpoint workers waits until somebody asks for it."""
         for agent, message in self._agent_pool.pump(timeout_s):
             if message["kind"] == WORKER_MESSAGE_KIND:
                 self._worker_messages.append((agent.node, message["told"]))
@@ -267,11 +267,11 @@ class AgentNodes:
         self._agent_pool.restart_lost_agents()
 
     def send_to_worker(self, node: str, told: dict[str, Any]) -> None:
-        """Tell the drain worker of a node something."""
+        """Tell the checkpoint worker of a node something."""
         self._agent_pool.members[node].tell(do=WORKER_MESSAGE_KIND, told=told)
 
     def worker_messages(self) -> list[tuple[str, dict[str, Any]]]:
-        """What drain workers have said since the last call."""
+        """What checkpoint workers have said since the last call."""
         said, self._worker_messages = self._worker_messages, []
         return said
 

@@ -145,7 +145,7 @@ class LocalNode:
         """Who loses this host does not ask."""
 
     def send_to_worker(self, node: str, told: dict[str, Any]) -> None:
-        """Tell the drain worker of a node something."""
+        """Tell the checkpoint worker of a node something."""
         self._hosts.tell(node, told)
 
     def worker_messages(self) -> list[tuple[str, dict[str, Any]]]:
@@ -156,6 +156,6 @@ class LocalNode:
         """A run on one host dies with it: nobody takes it over."""
 
     def close(self) -> None:
-        """End the drain worker, and give its memory back."""
+        """End the checkpoint worker, and give its memory back."""
         self._hosts.close()
         self._meeting.close()

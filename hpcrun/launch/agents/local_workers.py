@@ -1,4 +1,4 @@
-"""The drain workers whose host is this process: of this node, or of several that are all this host."""
+"""The checkpoint workers whose host is this process: of this node, or of several that are all this host."""
 
 from __future__ import annotations
 

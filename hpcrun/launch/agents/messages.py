@@ -37,7 +37,7 @@ WORKER_MESSAGE_FIELDS: dict[str, MessageShape] = {
     "problems": {str: str},
     "status": _MAYBE_COUNT,
 }
-"""What the drain worker of a node tells, whatever it tells of; there may be more."""
+"""What the checkpoint worker of a node tells, whatever it tells of; there may be more."""
 
 _ATTEMPT = {"attempt": int}
 AGENT_MESSAGES: dict[str, dict[str, MessageShape]] = {
@@ -138,7 +138,7 @@ def check_agent_message(message: dict[str, Any]) -> str:
         wrong += [
             name for name, value in stamp.items() if name in _STAMP and not _has_shape(value, _STAMP[name])
         ]
-    return f"its drain worker's {told.get('kind')} has a wrong {wrong[0]}" if wrong else ""
+    return f"its checkpoint worker's {told.get('kind')} has a wrong {wrong[0]}" if wrong else ""
 
 
 def check_agent_order(message: dict[str, Any]) -> str:

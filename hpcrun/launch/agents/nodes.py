@@ -101,10 +101,10 @@ class Nodes(Protocol):
         """Try to have lost nodes back for an attempt to come; takes no time."""
 
     def send_to_worker(self, node: str, told: dict[str, Any]) -> None:
-        """Tell the drain worker of a node something; the first word starts it."""
+        """Tell the checkpoint worker of a node something; the first word starts it."""
 
     def worker_messages(self) -> list[tuple[str, dict[str, Any]]]:
-        """What drain workers have said since the last call, each with its node."""
+        """What checkpoint workers have said since the last call, each with its node."""
 
     def verify(self) -> None:
         """FencedError where another supervisor has taken the run over."""

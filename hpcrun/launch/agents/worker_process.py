@@ -1,4 +1,4 @@
-"""The host of a node's drain worker: starts it, passes words on, and starts it again when it dies.
+"""The host of a node's checkpoint worker: starts it, passes words on, and starts it again when it dies.
 
 The worker is a child of the agent, or of the supervisor where all ranks stand on its own host. It outlives
 attempts, as the memory that it looks after does; both end with their host.
@@ -27,8 +27,8 @@ from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_I
 from hpcrun.specs.rundir import RunDir
 
 WORKER_MESSAGE_KIND = "drain"
-"""What messages about drain workers are called between agent and supervisor."""
-WORKER_COMMAND = (sys.executable, "-P", "-m", "hpcrun", "_drain")
+"""What messages about checkpoint workers are called between agent and supervisor."""
+WORKER_COMMAND = (sys.executable, "-P", "-m", "hpcrun", "_checkpoint_worker")
 _MAX_BYTES = 256 << 10
 """Longer inventories are told in pieces: a line between agent and supervisor has its limit."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.2, 30.0
@@ -128,7 +128,7 @@ class WorkerProcess:
     def _start(self) -> None:
         folder = self._run.agent_logs
         folder.mkdir(exist_ok=True, mode=0o700)
-        with open_for_append(folder / f"drain-{self._node}.log") as log:
+        with open_for_append(folder / f"worker-{self._node}.log") as log:
             child = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
@@ -162,7 +162,7 @@ class WorkerProcess:
             return
         if self._quiet_s > self._patience_s:
             self._tell(
-                {"kind": "log", "text": f"its drain worker hangs and is ended (pid {self._child.pid})"}
+                {"kind": "log", "text": f"its checkpoint worker hangs and is ended (pid {self._child.pid})"}
             )
             self._child.kill()
             self._quiet_s = 0.0
@@ -187,7 +187,7 @@ class WorkerProcess:
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):
-            path: Path = self._run.agent_logs / f"drain-{self._node}.log"
+            path: Path = self._run.agent_logs / f"worker-{self._node}.log"
             lines = path.read_text(errors="replace").strip().splitlines()
             return lines[-1][:300] if lines else ""
         return ""

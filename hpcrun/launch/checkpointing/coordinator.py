@@ -40,7 +40,7 @@ from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
-from hpcrun.specs.run_variables import DRAIN_VARIABLE, NODE_MARK
+from hpcrun.specs.run_variables import NODE_MARK, WORKER_SOCKET_VARIABLE
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.saves import (
     SavedCheckpoint,
@@ -137,7 +137,7 @@ class CheckpointCoordinator:
             # All else would only stand in the way of new saves.
             self._workers.release([plan.stamp.generation] if plan.stamp else [])
             self._guests.begin(attempt.number, placement, domains, plan)
-        return {DRAIN_VARIABLE: worker_socket_template(self._run)} if self._workers.ready else {}
+        return {WORKER_SOCKET_VARIABLE: worker_socket_template(self._run)} if self._workers.ready else {}
 
     def _open(self, attempt: Attempt, placement: Placement, domains: FailureDomains) -> list[str]:
         """Have a worker on every node that lives; those that have none."""
@@ -164,7 +164,7 @@ class CheckpointCoordinator:
             orders[node] = common | {"set": members, "parity": parity}
         silent = self._workers.open(orders)
         if silent:
-            self._note(f"no drain worker has come up on {', '.join(silent)}: what they hold is not used")
+            self._note(f"no checkpoint worker has come up on {', '.join(silent)}: what they hold is not used")
         return silent
 
     def _sets(self, attempt: Attempt, placement: Placement, domains: FailureDomains) -> ErasureSets:
@@ -276,7 +276,7 @@ class CheckpointCoordinator:
             return None
         self._tell(self._attempt, "undurable", message=told)
         self._note(told)
-        return told if self._spec.checkpoint.undurable == "stop" else None
+        return told if self._spec.checkpoint.durability_action == "stop" else None
 
     def _hear(self, node: str, message: dict[str, Any]) -> None:
         attempt = self._attempt
@@ -285,7 +285,7 @@ class CheckpointCoordinator:
         match message.get("kind"):
             case "died":
                 why = f": {message['why']}" if message.get("why") else ""
-                self._note(f"the drain worker of {node} died{why}; another one is started")
+                self._note(f"the checkpoint worker of {node} died{why}; another one is started")
                 self._tell(attempt, "drain died", node=node, wait_status=message.get("status"))
                 events = self._level_tracker.died(node, why)
             case "ready":
@@ -299,7 +299,7 @@ class CheckpointCoordinator:
                     self._note(f"{node}: saves will fail ({level}): {why}")
                 return
             case "error":
-                self._note(f"{node}: its drain worker: {message.get('why')}")
+                self._note(f"{node}: its checkpoint worker: {message.get('why')}")
                 return
             case _:
                 events = self._level_tracker.hear(node, message)
@@ -345,7 +345,7 @@ class CheckpointCoordinator:
 
 
 def worker_socket_template(run: RunDir) -> str:
-    """The socket of a node's drain worker, NODE_MARK for the node."""
+    """The socket of a node's checkpoint worker, NODE_MARK for the node."""
     return str(default_arena_folder(SHM, run.run_id, NODE_MARK) / SOCKET_NAME)
 
 

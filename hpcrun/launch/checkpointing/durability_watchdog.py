@@ -21,8 +21,8 @@ class DurabilityWatchdog:
         self, run: RunDir, spec: CheckpointSpec, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._run, self._clock = run, clock
-        self._limit_s = parse_time(spec.max_undurable).seconds if spec.max_undurable else math.inf
-        self._text = spec.max_undurable
+        self._limit_s = parse_time(spec.max_durable_age).seconds if spec.max_durable_age else math.inf
+        self._text = spec.max_durable_age
         self._since = self._looked = clock()
         self._is_told = False
         self._newest: SavedCheckpoint | None = None
@@ -51,7 +51,7 @@ class DurabilityWatchdog:
         self._is_told = True
         said = f"the newest is of step {newest.step}" if newest else "there is none yet"
         return (
-            f"checkpoint.max_undurable: for more than {self._text} no save has reached the run directory;"
+            f"checkpoint.max_durable_age: for more than {self._text} no save has reached the run directory;"
             f" {said}"
         )
 

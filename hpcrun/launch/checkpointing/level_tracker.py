@@ -1,4 +1,4 @@
-"""What drain workers tell of generations, put together: a level has one when all nodes have stored theirs."""
+"""Merges the reports of all checkpoint workers: a tier has a generation when all nodes have stored it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LevelTracker:
         for stamp in [*self._stamps.values()]:
             for (generation, level), share in [*self._shares.items()]:
                 if generation == stamp.generation and node not in share.nodes:
-                    yield from self._fail(stamp, level, share, f"{node}: its drain worker died{why}")
+                    yield from self._fail(stamp, level, share, f"{node}: its checkpoint worker died{why}")
 
     def _fail(
         self, stamp: GenerationId, level: str, share: _LevelProgress, problem: str

@@ -74,7 +74,7 @@ class SpareReplicaScheduler:
         self, workers: WorkerClient, nodes: Nodes, spec: CheckpointSpec, note: Callable[[str], None]
     ) -> None:
         self._workers, self._nodes, self._note = workers, nodes, note
-        self._is_wanted = spec.memory > 0 and spec.spares is not False
+        self._is_wanted = spec.memory > 0 and spec.replicate_to_spares is not False
         self._attempt, self._nodes_in_use = 0, tuple[str, ...]()
         self._shares: ReplicaAssignment = {}
         self._spares: list[str] = []

@@ -1,4 +1,4 @@
-"""The drain workers of all nodes, as the supervisor talks to them: all at once, and never for ever."""
+"""The checkpoint workers of all nodes, as the supervisor talks to them: all at once, and never for ever."""
 
 from __future__ import annotations
 
