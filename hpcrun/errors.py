@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,3 +74,15 @@ class SpecError(UsageError):
     def __init__(self, problems: Sequence[SpecProblem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+_warned: set[str] = set()
+
+
+def warn_once(text: str) -> None:
+    """A line on standard error, once a process."""
+    if text not in _warned and sys.stderr is not None:
+        _warned.add(text)
+        with suppress(OSError, ValueError):
+            sys.stderr.write(f"hpcrun: {text}\n")
+            sys.stderr.flush()

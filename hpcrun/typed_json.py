@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from hpcrun.errors import UsageError
 
@@ -16,35 +16,52 @@ Parser = Callable[[Any], Any]
 
 _SEQUENCES = (list, tuple, Sequence)
 _MAX_NUMBER = 1e300
+_EXTRA = "extra"
 
 
 class WrongValue(UsageError):
     """A JSON value is not what the dataclass declares; the text names the field."""
 
 
-def parse_typed(cls: type[T], values: object, *, allow_extra: bool = False) -> T:
+Count = Annotated[int, (0, 2**53)]
+"""A step, a rank, an attempt, a number of bytes. Annotated: from the first limit to below the second."""
+Seconds = Annotated[float, (0.0, 1e11)]
+"""A duration, or a time stamp: what says more is damaged."""
+
+
+def parse_typed(
+    cls: type[T], values: object, *, allow_extra: bool = False, extra: dict[str, Any] | None = None
+) -> T:
     """Make a dataclass from a JSON object, or raise WrongValue with the name of the field.
 
     Fields are checked against their annotations, nested dataclasses included; true is not an integer, an
-    integer is a float, and NaN, infinity and integers beyond 64 bits are refused. Fields without a default
-    are required. `allow_extra` ignores what the class does not declare: a newer version may write more.
+    integer is a float, and NaN, infinity and integers beyond 64 bits are refused. Annotated[int, (low, high)]
+    is an integer from low to below high. Fields without a default are required. What the class does not
+    declare, because a newer version wrote it, is put into `extra`, or ignored with `allow_extra`.
     """
-    known, required = _field_parsers(cls)  # type: ignore[arg-type]
+    schema = _schema(cls)  # type: ignore[arg-type]
     if not isinstance(values, dict):
         raise WrongValue(f"expected an object, not {_show(values)}")
-    if missing := [name for name in required if name not in values]:
-        raise WrongValue(f"{missing[0]}: is missing")
-    parsed = {}
-    for name, value in values.items():
-        parser = known.get(name)
-        if parser is not None:
-            try:
+    if not values.keys() >= schema.required.keys():
+        raise WrongValue(f"{next(name for name in schema.required if name not in values)}: is missing")
+    parsed: dict[str, Any] = {}
+    parsers, name = schema.parsers, ""
+    try:
+        for name, value in values.items():
+            if (parser := parsers.get(name)) is not None:
                 parsed[name] = parser(value)
-            except WrongValue as error:
-                raise WrongValue(f"{name}: {error}") from None
-        elif not allow_extra:
-            raise WrongValue(f"{name}: is not a field; the fields are {', '.join(known) or 'none'}")
-    return cls(**parsed)
+            elif extra is not None:
+                extra[name] = value
+            elif not allow_extra:
+                raise WrongValue(f"is not a field; the fields are {', '.join(parsers) or 'none'}")
+    except WrongValue as error:
+        raise WrongValue(f"{name}: {error}") from None
+    if not schema.is_plain:
+        return cls(**parsed)
+    # Faster than a frozen class's __init__: there are files with millions of records.
+    record = object.__new__(cls)
+    record.__dict__.update(schema.defaults, **parsed)
+    return record
 
 
 def dump_typed(record: Any) -> dict[str, Any]:
@@ -52,11 +69,27 @@ def dump_typed(record: Any) -> dict[str, Any]:
     return asdict(record)
 
 
+class _Schema(NamedTuple):
+    """How objects of a class are parsed."""
+
+    parsers: Mapping[str, Parser]
+    required: Mapping[str, None]
+    defaults: Mapping[str, Any]
+    is_plain: bool
+    """An object is its fields and their defaults alone: no method runs when one is made."""
+
+
 @cache
-def _field_parsers(cls: type) -> tuple[Mapping[str, Parser], Sequence[str]]:
-    hints, declared = get_type_hints(cls), [one for one in fields(cls) if one.init]
-    required = [one.name for one in declared if one.default is MISSING and one.default_factory is MISSING]
-    return {one.name: _parser(hints[one.name]) for one in declared}, required
+def _schema(cls: Any) -> _Schema:
+    hints, declared = get_type_hints(cls, include_extras=True), [entry for entry in fields(cls) if entry.init]
+    has_factories = any(entry.default_factory is not MISSING for entry in declared)
+    has_methods = hasattr(cls, "__post_init__") or hasattr(cls, "__slots__")
+    return _Schema(
+        {entry.name: _parser(hints[entry.name]) for entry in declared},
+        {e.name: None for e in declared if e.default is MISSING and e.default_factory is MISSING},
+        {entry.name: entry.default for entry in declared if entry.default is not MISSING},
+        is_plain=not (has_factories or has_methods) and len(declared) == len(fields(cls)),
+    )
 
 
 def _parser(hint: Any) -> Parser:
@@ -66,6 +99,8 @@ def _parser(hint: Any) -> Parser:
         return _SCALARS[hint]
     if hint is Any or hint is object:
         return lambda value: value
+    if origin is Annotated:
+        return _limited_parser(_parser(args[0]), *args[1])
     if is_dataclass(hint):
         return lambda value: parse_typed(hint, value)  # type: ignore[arg-type]
     if origin is Literal:
@@ -114,6 +149,16 @@ _SCALARS: Mapping[Any, Parser] = {
 }
 
 
+def _limited_parser(parser: Parser, low: float, high: float) -> Parser:
+    def parse(value: Any) -> Any:
+        number = parser(value)
+        if not low <= number < high:
+            raise WrongValue(f"expected a number from {low:g} to {high:g}, not {_show(value)}")
+        return number
+
+    return parse
+
+
 def _literal_parser(allowed: Sequence[Any]) -> Parser:
     def parse(value: Any) -> Any:
         if not any(type(value) is type(one) and value == one for one in allowed):
@@ -159,9 +204,12 @@ def _mapping_parser(parser: Parser) -> Parser:
     def parse(value: Any) -> Any:
         if type(value) is not dict:
             raise WrongValue(f"expected an object, not {_show(value)}")
-        if wrong := [name for name in value if type(name) is not str]:
-            raise WrongValue(f"expected names that are texts, not {_show(wrong[0])}")
-        return {name: parser(item) for name, item in value.items()}
+        parsed = {}
+        for name, item in value.items():
+            if type(name) is not str:
+                raise WrongValue(f"expected names that are texts, not {_show(name)}")
+            parsed[name] = parser(item)
+        return parsed
 
     return parse
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from hpcrun.typed_json import WrongValue, dump_typed, parse_typed
+from hpcrun.typed_json import Count, Seconds, WrongValue, dump_typed, parse_typed
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,8 @@ class Outer:
     others: list[Inner] = field(default_factory=list)
     texts: dict[str, list[str]] = field(default_factory=dict)
     is_last: bool = False
+    count: Count = 0
+    wait_s: Seconds | None = None
     anything: Any = None
 
 
@@ -74,6 +76,11 @@ def test_defaults_stand_in_for_what_is_left_out() -> None:
         ({"texts": {"n01": "a"}}, "texts: expected a list, not 'a'"),
         ({"texts": {1: []}}, "texts: expected names that are texts, not 1"),
         ({"is_last": 1}, "is_last: expected true or false, not 1"),
+        ({"count": -1}, "count: expected a number from 0 to 9.0072e+15, not -1"),
+        ({"count": 1 << 53}, "count: expected a number from 0 to 9.0072e+15, not 9007199254740992"),
+        ({"count": 1.0}, "count: expected an integer, not 1.0"),
+        ({"wait_s": -0.5}, "wait_s: expected a number from 0 to 1e+11, not -0.5"),
+        ({"wait_s": 2e11}, "wait_s: expected a number from 0 to 1e+11, not 2"),
         ({"more": 1}, "more: is not a field; the fields are name, seconds, kind"),
     ],
 )
@@ -92,6 +99,28 @@ def test_a_missing_field_and_another_kind_of_value_are_named() -> None:
 
 def test_a_newer_writer_s_fields_may_be_ignored() -> None:
     assert parse_typed(Outer, WHOLE | {"newer": 1}, allow_extra=True) == parse_typed(Outer, WHOLE)
+
+
+def test_a_newer_writer_s_fields_may_be_kept() -> None:
+    extra: dict[str, Any] = {}
+    assert parse_typed(Outer, WHOLE | {"newer": [1]}, extra=extra) == parse_typed(Outer, WHOLE)
+    assert extra == {"newer": [1]}
+
+
+@dataclass(frozen=True)
+class Checked:
+    low: int
+    high: int = 9
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise WrongValue("low: is above high")
+
+
+def test_a_class_s_own_check_is_run() -> None:
+    assert parse_typed(Checked, {"low": 3}) == Checked(3, 9)
+    with pytest.raises(WrongValue, match="low: is above high"):
+        parse_typed(Checked, {"low": 10})
 
 
 def test_a_type_that_no_json_value_has_is_a_mistake_of_ours() -> None:

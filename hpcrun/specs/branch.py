@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrun.errors import EXIT_INTERRUPTED, UsageError
+from hpcrun.errors import EXIT_INTERRUPTED, UsageError, warn_once
 from hpcrun.files import open_regular, temporary_name
 from hpcrun.specs.identity import IDENTITY_KEYS, RunIdentity, locate_directory, read_run_identity
-from hpcrun.specs.owner import warn_once
 from hpcrun.specs.records import read_json, write_json
 
 if TYPE_CHECKING:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrun.errors import UsageError
+from hpcrun.errors import UsageError, warn_once
 from hpcrun.files import is_private
 from hpcrun.local_identity import owner_name
 
 if TYPE_CHECKING:
     from hpcrun.specs.rundir import RunDir
-
-_warned: set[str] = set()
 
 
 def is_private_directory(path: Path) -> bool:
@@ -65,12 +62,3 @@ def warn_if_root_is_writable(root: Path) -> None:
                 f"{root}: other users can write it (mode {stat.S_IMODE(mode):o}), so they can rename or"
                 f" replace the runs in it; have its owner run: chmod +t {shlex.quote(str(root))}"
             )
-
-
-def warn_once(text: str) -> None:
-    """A line on standard error, once a process."""
-    if text not in _warned and sys.stderr is not None:
-        _warned.add(text)
-        with suppress(OSError, ValueError):
-            sys.stderr.write(f"hpcrun: {text}\n")
-            sys.stderr.flush()

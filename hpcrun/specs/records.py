@@ -5,14 +5,19 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Generic, TypeVar
 
-from hpcrun.errors import UsageError
+from hpcrun.errors import UsageError, warn_once
 from hpcrun.files import open_regular, read_regular, temporary_name
+from hpcrun.typed_json import WrongValue
+
+T = TypeVar("T")
 
 _MOST_LINES_BYTES, _PIECE_BYTES = 4 << 30, 16 << 20
+_MAX_NOTES = 3
+"""So many wrong lines of a file are told of; a damaged file may have a million."""
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o600) -> None:
@@ -82,26 +87,29 @@ class JsonLineWriter:
         os.close(self._descriptor)
 
 
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole records of a .jsonl file; torn lines are dropped."""
-    reader = JsonLineReader(path)
-    yield from reader.read()
+class TypedLineReader(Generic[T]):
+    """Follows a .jsonl file of typed records as it grows; wrong lines are noted, with their number.
 
+    `parse` makes a record of a JSON object, or raises WrongValue.
+    """
 
-class JsonLineReader:
-    """Follows a .jsonl file as it grows."""
+    def __init__(
+        self,
+        path: Path,
+        parse: Callable[[Any], T],
+        offset: int = 0,
+        note: Callable[[str], None] = warn_once,
+    ) -> None:
+        self.path, self.offset = path, offset
+        self._parse, self._note, self._notes_left = parse, note, _MAX_NOTES
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self.path = path
-        self.offset = offset
-
-    def read(self, most: int = -1) -> list[dict[str, Any]]:
+    def read(self, most: int = -1) -> list[T]:
         """The whole records that came since the last call, of `most` bytes at most where that is given."""
         try:
             descriptor = open_regular(self.path)
         except FileNotFoundError:
             return []
-        records: list[dict[str, Any]] = []
+        records: list[T] = []
         with os.fdopen(descriptor, "rb") as file:
             if os.fstat(descriptor).st_size - self.offset > _MOST_LINES_BYTES:
                 raise UsageError(f"{self.path}: is larger than {_MOST_LINES_BYTES >> 30} GiB; remove it")
@@ -111,21 +119,62 @@ class JsonLineReader:
                 data = file.read(piece)
                 # What is longer than all that may be read at once is no record of ours.
                 end = data.rfind(b"\n") + 1 or (len(data) if len(data) == piece else 0)
+                records += self._parse_lines(file, data[:end])
                 self.offset += end
-                records += _parse_records(data[:end])
                 if len(data) < piece or most >= 0:
                     break
         return records
 
+    def _parse_lines(self, file: BinaryIO, data: bytes) -> Iterator[T]:
+        for index, line in enumerate(data.split(b"\n")):
+            try:
+                values = json.loads(line)
+            except (ValueError, RecursionError):  # torn by a crash: the next writer ended it
+                continue
+            try:
+                yield self._parse(values)
+            except WrongValue as error:
+                if self._notes_left:
+                    self._notes_left -= 1
+                    number = _count_lines(file, self.offset) + index + 1
+                    rest = "" if self._notes_left else "; further wrong lines are passed over silently"
+                    self._note(f"{self.path}:{number} {error}; the line is passed over{rest}")
 
-def _parse_records(data: bytes) -> Iterator[dict[str, Any]]:
-    for line in data.splitlines():
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict):
-            yield record
+
+def _count_lines(file: BinaryIO, end: int) -> int:
+    """How many lines there are before a place; read again, since readers may begin anywhere."""
+    file.seek(0)
+    count = 0
+    while end > 0 and (data := file.read(min(end, _PIECE_BYTES))):
+        count += data.count(b"\n")
+        end -= len(data)
+    return count
+
+
+def file_size(path: Path) -> int:
+    """The bytes of a file, 0 where it is not there (yet): where a reader of new lines begins."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+class JsonLineReader(TypedLineReader[dict[str, Any]]):
+    """Follows a .jsonl file as it grows."""
+
+    def __init__(self, path: Path, offset: int = 0) -> None:
+        super().__init__(path, _require_object, offset)
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole records of a .jsonl file; torn lines are dropped."""
+    yield from JsonLineReader(path).read()
+
+
+def _require_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise WrongValue(f"expected an object, not {str(value)[:60]}")
+    return value
 
 
 def newest_step_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:

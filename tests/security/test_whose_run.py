@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcrun import errors
 from hpcrun.cli.main import main
 from hpcrun.errors import UsageError
-from hpcrun.specs import owner
 from hpcrun.specs.identity import RunIdentity
 from hpcrun.specs.owner import is_private_directory
 from hpcrun.specs.records import write_json
@@ -166,7 +166,7 @@ def test_a_root_that_others_can_write_is_said_once(
     root = tmp_path / "open"
     root.mkdir()
     monkeypatch.setenv("HPCRUN_ROOT", str(root))
-    monkeypatch.setattr(owner, "_warned", set())
+    monkeypatch.setattr(errors, "_warned", set())
     for mode, told in ((0o755, 0), (0o1777, 0), (0o777, 1), (0o2775, 1)):
         root.chmod(mode)
         make_run("r", root)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from hpcrun.errors import UsageError
 from hpcrun.specs.records import (
     JsonLineReader,
     JsonLineWriter,
+    TypedLineReader,
     newest_step_records,
     read_json,
     read_json_lines,
     write_json,
 )
+from hpcrun.typed_json import parse_typed
 
 
 def open_descriptors() -> int:
@@ -45,6 +48,41 @@ def test_a_reader_follows_by_whole_lines(tmp_path: Path) -> None:
         file.write(b": 2}\n")
     assert reader.read() == [{"a": 2}]
     assert reader.read() == []
+
+
+@dataclass(frozen=True)
+class Line:
+    step: int
+
+
+def read_typed(path: Path, notes: list[str], offset: int = 0) -> list[int]:
+    reader = TypedLineReader(path, lambda values: parse_typed(Line, values), offset, notes.append)
+    return [line.step for line in reader.read()]
+
+
+def test_a_wrong_line_is_noted_with_its_number_and_the_rest_is_read(tmp_path: Path) -> None:
+    path, notes = tmp_path / "m.jsonl", list[str]()
+    first = b'{"step": 1}\n{"step": 2, "torn\n\n'
+    path.write_bytes(first + b'{"step": "x"}\n{"step": 5}\n7\n{"step": 7}\n{"torn')
+    assert read_typed(path, notes) == [1, 5, 7]
+    expected = [
+        f"{path}:4 step: expected an integer, not 'x'; the line is passed over",
+        f"{path}:6 expected an object, not 7; the line is passed over",
+    ]
+    assert notes == expected
+    notes.clear()
+    assert read_typed(path, notes, len(first)) == [5, 7]
+    assert notes == expected, "also of a reader that began in the middle"
+
+
+def test_of_many_wrong_lines_only_a_few_are_noted(tmp_path: Path) -> None:
+    path, notes = tmp_path / "m.jsonl", list[str]()
+    path.write_text("{}\n" * 100 + '{"step": 1}\n')
+    assert read_typed(path, notes) == [1]
+    assert len(notes) == 3
+    assert notes[2].endswith(
+        ":3 step: is missing; the line is passed over; further wrong lines are passed over silently"
+    )
 
 
 def test_a_line_that_does_not_fit_is_an_error() -> None:
