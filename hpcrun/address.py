@@ -70,8 +70,10 @@ class _LocalAddress:
 
 def is_routable(text: str) -> bool:
     """Whether an address means this host on others too: neither loopback nor of one link alone."""
-    one = ipaddress.ip_address(text.partition("%")[0])
-    return not (one.is_loopback or one.is_link_local or one.is_unspecified or one.is_multicast)
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return not (
+        address.is_loopback or address.is_link_local or address.is_unspecified or address.is_multicast
+    )
 
 
 def reachable_address(
@@ -83,18 +85,20 @@ def reachable_address(
     means, if the host has that address on a network and is one of `peers`; else where the way to them begins.
     """
     local = _local_addresses()
-    if interface is not None and (found := _best_interface_address(local, interface)) is not None:
-        return HostAddress(found.text, found.interface, f"network.interface {interface}")
-    out = sorted((one for one in local if one.reaches_other_hosts), key=lambda one: ":" in one.text)
+    if interface is not None and (best := _best_interface_address(local, interface)) is not None:
+        return HostAddress(best.text, best.interface, f"network.interface {interface}")
+    out = sorted(
+        (address for address in local if address.reaches_other_hosts), key=lambda address: ":" in address.text
+    )
     name = os.uname().nodename
     meant: list[str] = []
     own: list[_LocalAddress] = []
     for one_name in _with_suffix(name, suffix):
         if not own:
             meant = resolve_host_names([one_name])[one_name]
-            own = [one for one in out if one.text in meant]
+            own = [address for address in out if address.text in meant]
     warning = _host_name_problem(name, meant, local)
-    others = [one for one in peers if one.partition(".")[0] != name.partition(".")[0]]
+    others = [peer for peer in peers if peer.partition(".")[0] != name.partition(".")[0]]
     # The name of a host that is none of them, such as a login node, may mean another network.
     is_one_of_them = len(others) < len(peers)
     if own and (not others or (len(own) == 1 and is_one_of_them)):
@@ -105,11 +109,11 @@ def reachable_address(
         return HostAddress(own[0].text, own[0].interface, f"the name {name}", warning)
     if (way := _most_common_source(_source_addresses(_DOCUMENTATION_ADDRESSES), out, 1)) is not None:
         return HostAddress(way.text, way.interface, "the default route", warning)
-    if len({one.interface for one in out}) == 1:
+    if len({address.interface for address in out}) == 1:
         return HostAddress(out[0].text, out[0].interface, "the only network", warning)
     if not others:
         return HostAddress(LOOPBACK, "lo", "there is no network", warning)
-    has = ", ".join(f"{one.text} on {one.interface}" for one in out)
+    has = ", ".join(f"{address.text} on {address.interface}" for address in out)
     which = f"it has several, and nothing says which: {has}" if has else "it has none on a network that is up"
     raise SiteError(
         f"{name}: no address for other nodes to reach it at: {'; '.join(filter(None, (warning, which)))};"
@@ -119,20 +123,20 @@ def reachable_address(
 
 def resolve_host_names(names: Sequence[str]) -> Mapping[str, list[str]]:
     """The addresses that names have on this host; none for one that cannot be resolved, or not soon."""
-    found: dict[str, list[str]] = {name: [] for name in names}
+    addresses: dict[str, list[str]] = {name: [] for name in names}
 
     def look_up(name: str) -> None:
         with contextlib.suppress(OSError, UnicodeError):
-            told = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            found[name] = list(dict.fromkeys(str(one[4][0]) for one in told))
+            answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            addresses[name] = list(dict.fromkeys(str(answer[4][0]) for answer in answers))
 
-    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in found]
+    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in addresses]
     until = time.monotonic() + _RESOLVE_S
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
-    return dict(found)
+    return dict(addresses)
 
 
 def _with_suffix(name: str, suffix: str) -> tuple[str, ...]:
@@ -144,18 +148,20 @@ def _host_name_problem(name: str, meant: Sequence[str], local: Sequence[_LocalAd
     """What is wrong with a host's own name, in words; empty where it means an address that is here and up."""
     if not meant:
         return f"its own name {name} cannot be resolved"
-    here = {one.text: one for one in local}
+    here = {address.text: address for address in local}
     why = {}
     for text in meant:
-        one = here.get(text)
-        if one is not None and one.reaches_other_hosts:
+        local_address = here.get(text)
+        if local_address is not None and local_address.reaches_other_hosts:
             return ""
         if not is_routable(text):
             why[text] = "which other nodes cannot reach"
-        elif one is None:
+        elif local_address is None:
             why[text] = "which no interface of it has"
         else:
-            why[text] = f"of {one.interface}, which " + ("leads nowhere" if one.is_up else "is down")
+            why[text] = f"of {local_address.interface}, which " + (
+                "leads nowhere" if local_address.is_up else "is down"
+            )
     return f"its own name {name} means {' and '.join(f'{text}, {of}' for text, of in why.items())}"
 
 
@@ -164,18 +170,26 @@ def _best_interface_address(local: Sequence[_LocalAddress], interface: str) -> _
     index = None
     with contextlib.suppress(OSError):
         index = socket.if_nametoindex(interface)
-    mine = [one for one in local if one.is_up and (one.index == index or one.label == interface)]
-    mine = [one for one in mine if ":" not in one.text or not ipaddress.ip_address(one.text).is_link_local]
-    return min(mine, key=lambda one: (not is_routable(one.text), ":" in one.text), default=None)
+    mine = [
+        address
+        for address in local
+        if address.is_up and (address.index == index or address.label == interface)
+    ]
+    mine = [
+        address
+        for address in mine
+        if ":" not in address.text or not ipaddress.ip_address(address.text).is_link_local
+    ]
+    return min(mine, key=lambda address: (not is_routable(address.text), ":" in address.text), default=None)
 
 
 def _source_address_toward(
     others: Sequence[str], suffix: str, choice: Sequence[_LocalAddress]
 ) -> _LocalAddress | None:
     """The address, of these, from which the way to most other nodes begins."""
-    asked = [_with_suffix(peer, suffix) for peer in others[:_MAX_PEERS]]
-    known = resolve_host_names([name for names in asked for name in names])
-    meant = (next((known[name] for name in names if known[name]), []) for names in asked)
+    queried = [_with_suffix(peer, suffix) for peer in others[:_MAX_PEERS]]
+    addresses = resolve_host_names([name for names in queried for name in names])
+    meant = (next((addresses[name] for name in names if addresses[name]), []) for names in queried)
     return _most_common_source(
         (next(iter(_source_addresses(texts)), "") for texts in meant), choice, _ENOUGH_PEERS
     )
@@ -184,7 +198,7 @@ def _source_address_toward(
 def _most_common_source(
     texts: Iterable[str], choice: Sequence[_LocalAddress], enough: int
 ) -> _LocalAddress | None:
-    by_text = {one.text: one for one in choice}
+    by_text = {address.text: address for address in choice}
     votes: Counter[str] = Counter()
     for text in texts:
         if text in by_text:
@@ -211,7 +225,7 @@ def _local_addresses() -> list[_LocalAddress]:
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as asking:
             # A header, and an empty ifaddrmsg of any family.
             asking.sendall(struct.pack("=IHHII8x", 24, _RTM_GETADDR, _REQUEST_DUMP, 1, 0))
-            return [one for data in _netlink_messages(asking) for one in _parse_netlink_address(data)]
+            return [address for data in _netlink_messages(asking) for address in _parse_netlink_address(data)]
     except OSError:
         return []
 

@@ -35,9 +35,9 @@ def compute_proof(secret: str, words: Sequence[Any]) -> str:
     return hmac.new(secret.encode(), json.dumps(list(words)).encode(), sha256).hexdigest()
 
 
-def verify_proof(found: Any, wanted: str) -> bool:
+def verify_proof(proof: Any, expected: str) -> bool:
     """Whether what the other end has sent is the proof; takes as long for a near miss as for any other."""
-    return is_short_ascii(found) and hmac.compare_digest(found.encode(), wanted.encode())
+    return is_short_ascii(proof) and hmac.compare_digest(proof.encode(), expected.encode())
 
 
 def is_short_ascii(value: Any) -> TypeGuard[str]:

@@ -108,8 +108,8 @@ def open_output(path: Path, flags: int = os.O_WRONLY | os.O_TRUNC, mode: int = 0
     """
     check_output(path)
     is_link = path.is_symlink()
-    more = os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK | (0 if is_link else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags & ~os.O_TRUNC | more, mode)
+    all_flags = os.O_CREAT | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK | (0 if is_link else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags & ~os.O_TRUNC | all_flags, mode)
     status = os.fstat(descriptor)
     if not stat.S_ISCHR(status.st_mode) and status.st_uid not in (0, os.geteuid()):
         os.close(descriptor)
@@ -268,8 +268,8 @@ class OwnedDirectory:
 
         Each is closed when the next is asked for.
         """
-        for one in (name, *(other for other in self.names() if _is_substitute_name(other, name))):
-            with contextlib.suppress(OSError, UntrustedFileError), self.folder(one) as folder:
+        for entry in (name, *(other for other in self.names() if _is_substitute_name(other, name))):
+            with contextlib.suppress(OSError, UntrustedFileError), self.folder(entry) as folder:
                 yield folder
 
     def open_or_substitute(self, name: str, say: Callable[[str], None]) -> OwnedDirectory:
@@ -433,12 +433,12 @@ class OwnedDirectory:
         """
         try:
             with self.folder(name) as below:
-                for one, status in below._entries():
+                for entry, status in below._entries():
                     if stat.S_ISDIR(status.st_mode):
-                        below.remove_tree(one)
+                        below.remove_tree(entry)
                     else:
                         with contextlib.suppress(OSError):
-                            below.unlink(one)
+                            below.unlink(entry)
             return self.remove_empty(name)
         except FileNotFoundError:
             return True
@@ -463,8 +463,8 @@ class OwnedDirectory:
         self.close()
 
 
-def _is_substitute_name(name: str, wanted: str) -> bool:
-    return name.startswith(wanted) and _SUBSTITUTE_SUFFIX.fullmatch(name, len(wanted)) is not None
+def _is_substitute_name(name: str, original: str) -> bool:
+    return name.startswith(original) and _SUBSTITUTE_SUFFIX.fullmatch(name, len(original)) is not None
 
 
 def is_plain_name(name: str) -> bool:

@@ -23,8 +23,8 @@ def find_mpiexec() -> Path:
         if (folder / "mpiexec.hydra").is_file() and os.access(folder / "mpiexec", os.X_OK):
             return folder / "mpiexec"
     first = folders[0] / "mpiexec"
-    found = "is not MPICH's" if first.exists() else "does not exist"
-    raise SiteError(f"{first} {found}, and it starts the ranks; {_REMEDY}")
+    problem = "is not MPICH's" if first.exists() else "does not exist"
+    raise SiteError(f"{first} {problem}, and it starts the ranks; {_REMEDY}")
 
 
 def read_wait_statuses(log: Path) -> list[int]:
@@ -33,5 +33,5 @@ def read_wait_statuses(log: Path) -> list[int]:
         text = log.read_text(errors="replace")
     except FileNotFoundError:
         return []
-    found = re.findall(r"^\[mpiexec@[^\]]*\] Exit codes: \[[^\]]*\] ([\d,]+)$", text, re.MULTILINE)
-    return [int(status) for status in found[-1].split(",")] if found else []
+    codes = re.findall(r"^\[mpiexec@[^\]]*\] Exit codes: \[[^\]]*\] ([\d,]+)$", text, re.MULTILINE)
+    return [int(status) for status in codes[-1].split(",")] if codes else []

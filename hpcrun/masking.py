@@ -195,8 +195,8 @@ class Masker:
         written = {
             form for value in values for form in _written_forms(value) if len(form) >= MIN_SECRET_LENGTH
         }
-        known = sorted(written, key=len, reverse=True)
-        self._known = re.compile("|".join(map(re.escape, known))) if known else None
+        secrets_by_length = sorted(written, key=len, reverse=True)
+        self._known = re.compile("|".join(map(re.escape, secrets_by_length))) if secrets_by_length else None
 
     def mask(self, text: str) -> str:
         """The same text without them."""
@@ -214,14 +214,14 @@ class Masker:
         """Plain values out of a record: what stands under a telling name goes, and secrets in all text."""
         if isinstance(value, Mapping):
             return {
-                key: MASK if _is_secret_value(str(key), one) else self.mask_record(one)
-                for key, one in value.items()
+                key: MASK if _is_secret_value(str(key), entry) else self.mask_record(entry)
+                for key, entry in value.items()
             }
         if isinstance(value, list):
-            words = [one if isinstance(one, str) else None for one in value]
+            words = [word if isinstance(word, str) else None for word in value]
             if value and None not in words:
-                return self.mask_words([one for one in words if one is not None])
-            return [self.mask_record(one) for one in value]
+                return self.mask_words([word for word in words if word is not None])
+            return [self.mask_record(entry) for entry in value]
         return self.mask(value) if isinstance(value, str) else value
 
     def mask_words(self, words: Sequence[str]) -> list[str]:
@@ -252,7 +252,7 @@ def _is_secret_value(name: str, value: Any) -> bool:
     if isinstance(value, list):
         return (
             bool(_SECRET_WORDS.intersection(words))
-            and all(isinstance(one, str) for one in value)
+            and all(isinstance(word, str) for word in value)
             and bool(value)
         )
     return _has_secret_word(name, words) or (
@@ -260,38 +260,38 @@ def _is_secret_value(name: str, value: Any) -> bool:
     )
 
 
-def _mask_login(found: re.Match[str]) -> str:
+def _mask_login(match: re.Match[str]) -> str:
     """`Basic` before letters is also a word of a sentence: only what reads as user:password goes."""
-    data = found[2]
+    data = match[2]
     try:
         is_login = b":" in b64decode(data + "=" * (-len(data) % 4))
     except ValueError:
         is_login = False
-    return f"{found[1]}{MASK}" if is_login else found[0]
+    return f"{match[1]}{MASK}" if is_login else match[0]
 
 
-def _mask_value(found: re.Match[str]) -> str:
-    value = found["value"]
+def _mask_value(match: re.Match[str]) -> str:
+    value = match["value"]
     bare = value.strip("\\'\"")
-    if not _is_secret_value(found["name"], bare) or bare == MASK:
-        return found[0]
+    if not _is_secret_value(match["name"], bare) or bare == MASK:
+        return match[0]
     quote = value[: len(value) - len(value.lstrip("\\'\""))]
-    return f"{found['before']}{quote}{MASK}{quote}"
+    return f"{match['before']}{quote}{MASK}{quote}"
 
 
 def _mask_key_ends(text: str) -> str:
     """Of a private key whose beginning was cut off, the lines before its end."""
     pieces: list[str] = []
     done = 0
-    for found in _KEY_END.finditer(text):
-        begin = text.rfind("\n", done, found.start()) + 1
+    for match in _KEY_END.finditer(text):
+        begin = text.rfind("\n", done, match.start()) + 1
         while begin > done:
             line = text.rfind("\n", done, begin - 1) + 1 or done
             if _KEY_LINE.fullmatch(text, line, begin - 1) is None:
                 break
             begin = line
         pieces += [text[done : max(begin, done)], MASK]
-        done = found.end()
+        done = match.end()
     return "".join([*pieces, text[done:]]) if pieces else text
 
 
@@ -299,18 +299,18 @@ def _mask_assigned(text: str) -> str:
     """NAME=value, NAME: "value" and the like, with the quotes of the value: what was JSON stays JSON."""
     pieces: list[str] = []
     done = at = 0
-    while (found := _ASSIGNMENT.search(text, at)) is not None:
-        at = found.end()
-        end, quote = _assigned_value_end(text, found)
+    while (match := _ASSIGNMENT.search(text, at)) is not None:
+        at = match.end()
+        end, quote = _assigned_value_end(text, match)
         if end > at:
             pieces += [text[done:at], quote, MASK, quote]
             done = at = end
     return "".join([*pieces, text[done:]]) if pieces else text
 
 
-def _assigned_value_end(text: str, found: re.Match[str]) -> tuple[int, str]:
+def _assigned_value_end(text: str, match: re.Match[str]) -> tuple[int, str]:
     """Where the value of a name ends, and the quotes around it; its beginning where it is no secret."""
-    name, at = found["name"], found.end()
+    name, at = match["name"], match.end()
     words = [word.lower() for word in _NAME_WORDS.findall(name)]
     always, at_end = _has_secret_word(name, words), _has_secret_last_word(words)
     if not (always or at_end) or text.startswith(("//", "{"), at):
@@ -329,15 +329,15 @@ def _assigned_value_end(text: str, found: re.Match[str]) -> tuple[int, str]:
         bare = text[at:end]
         if _HARMLESS_VALUE.fullmatch(bare) or len(bare) < MIN_SECRET_LENGTH or "(" in bare:
             return at, ""
-    begin = text.rfind("\n", 0, found.start()) + 1
-    is_line = _LINE_START.fullmatch(text, begin, found.start()) is not None
+    begin = text.rfind("\n", 0, match.start()) + 1
+    is_line = _LINE_START.fullmatch(text, begin, match.start()) is not None
     if always and end > at and is_line and not any(quotes) and text[end : end + 1] not in ("'", '"'):
         line = text.find("\n", end)
         rest = text[end : line if line >= 0 else len(text)]
         if not re.match(r"\s*$|[ \t]*#", rest) and "\0" not in rest:
             end += len(rest.rstrip("\r"))
-    opened = text[found.start() - 1 : found.start()]
-    if end > at and opened in ("'", '"') and opened not in found["between"] and not any(quotes):
+    opened = text[match.start() - 1 : match.start()]
+    if end > at and opened in ("'", '"') and opened not in match["between"] and not any(quotes):
         # NAME=VALUE between quotes, blanks and all.
         line = text.find("\n", end)
         close = text.find(opened, end, line if line >= 0 else len(text))

@@ -63,14 +63,14 @@ def python_path(*paths: str | None) -> str:
 
 def environment_with_package(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment in which a child finds this very package."""
-    found, before = dict(environ), environ.get("PYTHONPATH")
+    environment, before = dict(environ), environ.get("PYTHONPATH")
     package = Path(hpcrun.__file__).parent.parent
     if package.name not in ("site-packages", "dist-packages"):
         # Run from its source tree, the package is on nobody's path but ours.
-        found["PYTHONPATH"] = python_path(str(package), before)
+        environment["PYTHONPATH"] = python_path(str(package), before)
     elif before is not None:
-        found["PYTHONPATH"] = python_path(before)
-    return found
+        environment["PYTHONPATH"] = python_path(before)
+    return environment
 
 
 def run(
@@ -143,15 +143,15 @@ def run_with_input(
             raise SiteError(f"{argv[0]}: cannot be run: {error.strerror}; is it on PATH?") from None
     assert child.stdout is not None
     os.set_blocking(child.stdout.fileno(), False)
-    said = bytearray()
+    output = bytearray()
     with protect_from_reaper(child):
         while not (ended := _awaits_reaping(child.pid)) and time.monotonic() - started < timeout_s:
-            _read_pipe(child.stdout.fileno(), said, most_bytes, 0.05)
-        _read_pipe(child.stdout.fileno(), said, most_bytes, 0.0)
+            _read_pipe(child.stdout.fileno(), output, most_bytes, 0.05)
+        _read_pipe(child.stdout.fileno(), output, most_bytes, 0.0)
         kill_tree(child.pid)
         # Not reaped yet, the child still holds the number of its group.
         os.killpg(child.pid, signal.SIGKILL)
-    text = said.decode(errors="replace")
+    text = output.decode(errors="replace")
     if not ended:
         # Not its arguments: a URL among them may be a secret.
         lines = text.strip().splitlines()
@@ -165,7 +165,7 @@ def _awaits_reaping(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 
-def _read_pipe(descriptor: int, said: bytearray, most: int, wait_s: float) -> None:
+def _read_pipe(descriptor: int, output: bytearray, most: int, wait_s: float) -> None:
     """Take what a pipe holds now; wait for it, or where nobody writes any more for nothing."""
     import select
 
@@ -174,7 +174,7 @@ def _read_pipe(descriptor: int, said: bytearray, most: int, wait_s: float) -> No
         data = os.read(descriptor, 65536)
     except BlockingIOError:
         return
-    said += data[: max(0, most - len(said))]
+    output += data[: max(0, most - len(output))]
     if not data:
         time.sleep(wait_s)
 
@@ -281,8 +281,8 @@ class ProcessHandle:
             fcntl.ioctl(self._descriptor, _PIDFD_GET_INFO, buffer)
         except OSError:
             return None
-        known, status = struct.unpack_from("Q", buffer)[0], struct.unpack_from("i", buffer, 60)[0]
-        return int(status) if known & _PIDFD_INFO_EXIT else None
+        mask, status = struct.unpack_from("Q", buffer)[0], struct.unpack_from("i", buffer, 60)[0]
+        return int(status) if mask & _PIDFD_INFO_EXIT else None
 
     def close(self) -> None:
         """Let go."""
@@ -305,23 +305,23 @@ def descendants(top: ProcessId | int) -> list[ProcessId]:
     # Looked at afterwards: then the pid was its own all the time.
     if isinstance(top, ProcessId) and start_ticks(top.pid) != top.start_ticks:
         return []
-    found: list[ProcessId] = []
+    processes: list[ProcessId] = []
     ahead = [top.pid if isinstance(top, ProcessId) else top]
     while ahead:
         below = children.pop(ahead.pop(0), [])
-        found += below
+        processes += below
         ahead += [process.pid for process in below]
-    return found
+    return processes
 
 
 def processes_with_env(name: str, value: str) -> list[ProcessId]:
     """Living processes, but not the caller, that were started with an environment variable of this value."""
-    found = []
+    processes = []
     for pid in _pids():
         process = identify_process(pid)
         if process and pid != os.getpid() and read_initial_variable(pid, name) == value:
-            found.append(process)
-    return found
+            processes.append(process)
+    return processes
 
 
 def read_initial_variable(pid: int, name: str) -> str | None:
@@ -389,10 +389,10 @@ _unreaped_lock = threading.Lock()
 
 def protect_from_reaper(child: subprocess.Popen[AnyStr]) -> subprocess.Popen[AnyStr]:
     """The same child, which was started just now: known for good, and reaped by nobody but its Popen."""
-    known = identify_process(child.pid)
-    if known is not None:
+    identity = identify_process(child.pid)
+    if identity is not None:
         with _unreaped_lock:
-            _unreaped_children[child] = known
+            _unreaped_children[child] = identity
     return child
 
 
@@ -401,8 +401,8 @@ def kill_child(child: subprocess.Popen[Any]) -> None:
     if child.poll() is not None:
         return
     with _unreaped_lock:
-        known = _unreaped_children.get(child)
-    kill_tree(known or child.pid)
+        identity = _unreaped_children.get(child)
+    kill_tree(identity or child.pid)
     child.kill()
 
 
@@ -419,7 +419,7 @@ def become_subreaper() -> None:
 def reap_orphans() -> None:
     """Collect the children that ended, except those that are held: somebody waits for their status."""
     with _unreaped_lock:
-        waited_for = {known for child, known in _unreaped_children.items() if child.returncode is None}
+        waited_for = {identity for child, identity in _unreaped_children.items() if child.returncode is None}
     for pid in _pids():
         fields = _stat(pid)
         if fields and fields[0] == "Z" and int(fields[1]) == os.getpid():

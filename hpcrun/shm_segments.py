@@ -44,7 +44,7 @@ def unmapped_segments(paths: Iterable[str]) -> set[str]:
 
 def stale_segments(folder: Path, older_s: float) -> dict[Path, int]:
     """Files of ours that MPI or torch made so long ago and no process maps any more, with their sizes."""
-    found = {}
+    segments = {}
     with contextlib.suppress(FileNotFoundError), OwnedDirectory.below(folder) as files:
         for name in filter(_SEGMENT.match, files.names()):
             if not files.is_own_file(name):
@@ -52,8 +52,8 @@ def stale_segments(folder: Path, older_s: float) -> dict[Path, int]:
             with contextlib.suppress(FileNotFoundError):
                 status = files.status_of(name)
                 if time.time() - max(status.st_mtime, status.st_ctime) > older_s:
-                    found[str(files.path / name)] = status.st_size
-    return {Path(path): found[path] for path in unmapped_segments(found)}
+                    segments[str(files.path / name)] = status.st_size
+    return {Path(path): segments[path] for path in unmapped_segments(segments)}
 
 
 def remove_segments(paths: Iterable[str], *, since: float) -> list[str]:

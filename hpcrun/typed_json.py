@@ -106,9 +106,9 @@ def _parser(hint: Any) -> Parser:
     if origin is Literal:
         return _literal_parser(args)
     if origin in (Union, types.UnionType):
-        return _union_parser([_parser(one) for one in args])
+        return _union_parser([_parser(argument) for argument in args])
     if origin is tuple and args[-1] is not Ellipsis:
-        return _pair_parser([_parser(one) for one in args])
+        return _pair_parser([_parser(argument) for argument in args])
     if origin in _SEQUENCES:
         return _sequence_parser(_parser(args[0]), list if origin is list else tuple)
     if origin in (dict, Mapping) and args[0] is str:
@@ -161,7 +161,7 @@ def _limited_parser(parser: Parser, low: float, high: float) -> Parser:
 
 def _literal_parser(allowed: Sequence[Any]) -> Parser:
     def parse(value: Any) -> Any:
-        if not any(type(value) is type(one) and value == one for one in allowed):
+        if not any(type(value) is type(entry) and value == entry for entry in allowed):
             raise WrongValue(f"expected one of {', '.join(map(str, allowed))}, not {_show(value)}")
         return value
 

@@ -71,7 +71,7 @@ def fit_message_cost(seconds_by_size: Mapping[int, Sequence[float]]) -> MessageC
 
 def parse_pairs(words: Sequence[str], ranks: int) -> dict[str, list[tuple[int, int]]]:
     """`near:0-1,2-3` and so on; UsageError for a rank that is not there, or twice in one name."""
-    found = {}
+    times = {}
     for word in words:
         name, _, rest = word.partition(":")
         try:
@@ -81,8 +81,8 @@ def parse_pairs(words: Sequence[str], ranks: int) -> dict[str, list[tuple[int, i
         used = [rank for pair in pairs for rank in pair]
         if len({*used}) < len(used) or not all(0 <= rank < ranks for rank in used):
             raise UsageError(f"{word}: each of the ranks 0 to {ranks - 1} may be in one pair")
-        found[name] = pairs
-    return found
+        times[name] = pairs
+    return times
 
 
 def time_half_round_trip(comm: MPI.Comm, peer: int, first: bool, out: bytearray, into: bytearray) -> float:
@@ -130,7 +130,7 @@ def _measure_pairs(
     comm: MPI.Comm, pairs: Sequence[tuple[int, int]], trip: _TimedTransfer
 ) -> dict[int, list[float]]:
     partner = {a: (b, True) for a, b in pairs} | {b: (a, False) for a, b in pairs}
-    found = {}
+    results = {}
     for size, times in ((SMALL_BYTES, SMALL_REPEATS), *((large, LARGE_REPEATS) for large in LARGE_BYTES)):
         out, into = bytearray(size), bytearray(size)
         mine: list[float] = []
@@ -140,8 +140,8 @@ def _measure_pairs(
             if comm.rank in partner:
                 mine.append(trip(comm, *partner[comm.rank], out, into))
         gathered = [each[WARM_UP_REPEATS:] for each in comm.gather(mine) or [] if each]
-        found[size] = [max(each) for each in zip(*gathered, strict=True)]
-    return found
+        results[size] = [max(each) for each in zip(*gathered, strict=True)]
+    return results
 
 
 def measure_reduce_s_per_byte(comm: MPI.Comm) -> float:
@@ -149,12 +149,12 @@ def measure_reduce_s_per_byte(comm: MPI.Comm) -> float:
     import numpy as np
     from mpi4py import MPI
 
-    mine, more = np.ones(1 << 18, dtype=np.float32), np.ones(1 << 18, dtype=np.float32)
+    mine, received = np.ones(1 << 18, dtype=np.float32), np.ones(1 << 18, dtype=np.float32)
     spent = []
     wait_for_request(comm.Ibarrier())
     for _ in range(10):
         begin = time.perf_counter()
-        MPI.SUM.Reduce_local(mine, more)
+        MPI.SUM.Reduce_local(mine, received)
         spent.append(time.perf_counter() - begin)
     median: float = comm.allreduce(statistics.median(spent), MPI.MAX)
     return median / mine.nbytes
@@ -164,7 +164,7 @@ def measure_allreduce(comm: MPI.Comm, calls: Mapping[int, int]) -> dict[int, lis
     """Seconds until the last rank is through, of every call; single precision, out of place."""
     import numpy as np
 
-    found = {}
+    results = {}
     for size, times in calls.items():
         mine = np.ones(size // 4, dtype=np.float32)
         result = np.empty_like(mine)
@@ -178,23 +178,23 @@ def measure_allreduce(comm: MPI.Comm, calls: Mapping[int, int]) -> dict[int, lis
                 spent.append(took)
         if result[0] != comm.size:
             raise UsageError(f"allreduce of {size} bytes: the sum is {result[0]}, not {comm.size}")
-        found[size] = [max(each) for each in zip(*comm.allgather(spent), strict=True)]
-    return found
+        results[size] = [max(each) for each in zip(*comm.allgather(spent), strict=True)]
+    return results
 
 
 def render_links(links: Mapping[str, Any]) -> str:
     """What the times say of each name, a line each; for the levels of a platform file."""
     lines = []
-    for name, found in links.items():
-        for mode, words in (("one", "one pair"), ("all", f"{found['pairs']} pairs both ways")):
+    for name, fits in links.items():
+        for mode, words in (("one", "one pair"), ("all", f"{fits['pairs']} pairs both ways")):
             try:
-                line = fit_message_cost({int(size): times for size, times in found[mode].items()})
+                line = fit_message_cost({int(size): times for size, times in fits[mode].items()})
             except UsageError as error:
                 lines.append(f"{name}, {words}: unknown: {error}")
                 continue
             parts = (
-                f"{which} {1e6 * one.latency_s:.4g} us, {one.bandwidth_Bps / 1e9:.4g} GB/s"
-                for which, one in ((f"up to {line.up_to_bytes} B:", line.small), ("above:", line.large))
+                f"{which} {1e6 * fit.latency_s:.4g} us, {fit.bandwidth_Bps / 1e9:.4g} GB/s"
+                for which, fit in ((f"up to {line.up_to_bytes} B:", line.small), ("above:", line.large))
             )
             lines.append(f"{name}, {words}: {'; '.join(parts)}")
     return "\n".join(lines)
@@ -216,11 +216,11 @@ def main(argv: Sequence[str]) -> int:
     }
     if len(argv) < 3 or argv[0] not in modes:
         raise UsageError(f"pingpong: write {' or '.join(modes)}, then a file, then what to measure")
-    found = modes[argv[0]](argv[2:])
+    results = modes[argv[0]](argv[2:])
     if comm.rank == 0:
-        write_output(Path(argv[1]), json.dumps(found))
+        write_output(Path(argv[1]), json.dumps(results))
         if argv[0] == "links":
-            sys.stdout.write(render_links(found["links"]) + "\n")
+            sys.stdout.write(render_links(results["links"]) + "\n")
     return 0
 
 

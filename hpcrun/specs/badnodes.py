@@ -53,7 +53,7 @@ class BadNodeList:
             if entry.until is None or now < entry.until:
                 for node in entry.nodes:
                     reasons.setdefault(node, []).append(entry.reason)
-        return {node: "; ".join(dict.fromkeys(told)) for node, told in reasons.items()}
+        return {node: "; ".join(dict.fromkeys(texts)) for node, texts in reasons.items()}
 
 
 def bad_node_files() -> dict[str, Path]:
@@ -130,42 +130,42 @@ def merge_excluded_nodes(
     dropped; None: which nodes there are is not known.
     """
     own = expand_hosts(exclude or "", "resources.exclude")
-    wanted = dict.fromkeys([*own, *bad])
-    known = wanted if known_nodes is None else frozenset(known_nodes)
-    gone = [node for node in own if node not in known]
+    excluded = dict.fromkeys([*own, *bad])
+    cluster_nodes = excluded if known_nodes is None else frozenset(known_nodes)
+    gone = [node for node in own if node not in cluster_nodes]
     notes = [f"exclude: {fold_hosts(gone)}: no such node (any more); left out"] if gone else []
     reasons: dict[str, list[str]] = {}
     for node, reason in bad.items():
-        where = reason if node in known else "no such node (any more); left out"
+        where = reason if node in cluster_nodes else "no such node (any more); left out"
         reasons.setdefault(where, []).append(node)
     notes += [f"bad nodes: {fold_hosts(nodes)}: {reason}" for reason, nodes in reasons.items()]
-    left = [node for node in wanted if node in known]
+    left = [node for node in excluded if node in cluster_nodes]
     return fold_hosts(left, suffixes=False) if left else "", tuple(notes)
 
 
 def _parse_entry(line: str) -> BadNode:
     """UsageError says what is wrong with it."""
     try:
-        found = json.loads(line)
+        record = json.loads(line)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        record = None
+    if not isinstance(record, dict):
         raise UsageError('is no entry; write {"node": "n01", "reason": "ECC errors"}')
-    nodes = sort_hosts(expand_hosts(_text(found, "node"), "node"))
+    nodes = sort_hosts(expand_hosts(_text(record, "node"), "node"))
     if not nodes:
         raise UsageError("node: names no node; write a name or a host list")
     since, until = (
-        None if found.get(key) is None else _parse_instant(_text(found, key), key)
+        None if record.get(key) is None else _parse_instant(_text(record, key), key)
         for key in ("since", "until")
     )
-    by = "" if found.get("by") is None else _text(found, "by")
-    return BadNode(nodes, _text(found, "reason"), since, until, by)
+    by = "" if record.get("by") is None else _text(record, "by")
+    return BadNode(nodes, _text(record, "reason"), since, until, by)
 
 
-def _text(found: Mapping[str, Any], key: str) -> str:
-    value = found.get(key)
+def _text(record: Mapping[str, Any], key: str) -> str:
+    value = record.get(key)
     if not isinstance(value, str) or not value.strip() or not value.isprintable():
-        shown = "is missing" if key not in found else f"{json.dumps(value)[:60]} is not one line of text"
+        shown = "is missing" if key not in record else f"{json.dumps(value)[:60]} is not one line of text"
         raise UsageError(f"{key}: {shown}; write it in quotes")
     return value.strip()
 

@@ -116,10 +116,10 @@ def _keep_files(directory: Path, place: Path, source: str, dtypes: dict[str, str
 def read_base_model(place: Path) -> HfBaseModel | None:
     """The base model that is kept in a run's directory; None where there is none."""
     directory = place / BASE_MODEL_DIRECTORY
-    told = read_json(directory / _RECORD)
-    if told is None:
+    record = read_json(directory / _RECORD)
+    if record is None:
         return None
-    source, dtypes = map(told.get, ("source", "dtypes")) if isinstance(told, dict) else (None, None)
+    source, dtypes = map(record.get, ("source", "dtypes")) if isinstance(record, dict) else (None, None)
     if not isinstance(source, str) or not isinstance(dtypes, dict):
         raise UsageError(
             f"{directory / _RECORD}: is damaged: it has no source and dtypes; remove {directory}"
@@ -153,7 +153,7 @@ def make_export_config(
         config |= {
             key: value for key, value in make_hf_config(spec).items() if key not in kept & config.keys()
         }
-    for key in [one for one in ("dtype", "torch_dtype") if one in config] or ["torch_dtype"]:
+    for key in [key_name for key_name in ("dtype", "torch_dtype") if key_name in config] or ["torch_dtype"]:
         config[key] = dtype
     return config, [f"{HF_CONFIG_FILE} of the base model: {text}; the run's counts" for text in differing]
 
@@ -163,8 +163,8 @@ def _copy_files(source: Path, target: Path, name: str) -> CarriedFiles:
     for path in sorted(source.iterdir()):
         if path.name in _OURS or path.name.startswith(".") or path.suffix == ".safetensors":
             continue
-        wanted = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _CARRIED)
-        if wanted and len(files) < _MOST_FILES and _is_sound(source, path):
+        is_carried = any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _CARRIED)
+        if is_carried and len(files) < _MOST_FILES and _is_sound(source, path):
             _copy_file(path, target / path.name)
             files.append(path.name)
         else:

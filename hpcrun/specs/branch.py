@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 def require_run_identity(run: RunDir) -> RunIdentity:
     """The identity of a run, or of the sweep that it is an element of; UsageError where it has none."""
     owner = run.sweep_of_element or run
-    found = read_run_identity(owner.path)
-    if found is None:
+    identity = read_run_identity(owner.path)
+    if identity is None:
         raise UsageError(
             f"{owner.path}: has no run_id in job.json (it is of an older hpcrun, or a part of a run), so it"
             " can only be read; for a new run with its state: hpcrun ckpt export --format hpcrun, and import"
         )
-    return found
+    return identity
 
 
 def make_copy_independent(run: RunDir, run_id: str | None = None) -> None:
@@ -72,8 +72,8 @@ def make_copy_independent(run: RunDir, run_id: str | None = None) -> None:
 
 def _read_job_record(owner: RunDir) -> dict[str, object]:
     """What job.json says besides the identity."""
-    found = read_json(owner.job)
-    return {name: value for name, value in found.items() if name not in IDENTITY_KEYS}
+    record = read_json(owner.job)
+    return {name: value for name, value in record.items() if name not in IDENTITY_KEYS}
 
 
 def _element_runs(owner: RunDir) -> Iterator[RunDir]:

@@ -170,13 +170,13 @@ class CheckpointSpec(_CheckpointSection):
 
 def check_checkpoint(spec: CheckpointSpec, steps: int | None = None) -> list[SpecProblem]:
     """What of the section cannot work together; `steps`: how many the job has, where that is known."""
-    found = [*_check_step_intervals(spec, steps)]
+    problems = [*_check_step_intervals(spec, steps)]
     if not spec.memory:
-        found += _check_without_memory(spec)
+        problems += _check_without_memory(spec)
     if spec.durability_action == "stop" and spec.max_durable_age is None:
         text = "stop has no limit to stop at; give checkpoint.max_durable_age, such as 2h, or leave it out"
-        found.append(SpecProblem("checkpoint.durability_action", text))
-    return found
+        problems.append(SpecProblem("checkpoint.durability_action", text))
+    return problems
 
 
 def check_spare_replicas(

@@ -243,17 +243,17 @@ def find_cluster(name: str | None = None) -> ClusterSpec | None:
     if name is not None and (name.endswith((".yaml", ".yml")) or "/" in name):
         return load_cluster(Path(name))
     clusters = {path: load_cluster(path) for path in list_profiles()}
-    known = ", ".join(cluster.name for cluster in clusters.values()) or "none"
+    names = ", ".join(cluster.name for cluster in clusters.values()) or "none"
     if name is not None:
-        wanted = [cluster for cluster in clusters.values() if cluster.name == name]
-        if not wanted:
-            raise UsageError(f"{name}: no profile of this name; there are: {known}")
-        return wanted[0]
+        matches = [cluster for cluster in clusters.values() if cluster.name == name]
+        if not matches:
+            raise UsageError(f"{name}: no profile of this name; there are: {names}")
+        return matches[0]
     chosen = [path for path, cluster in clusters.items() if cluster.default] or list(clusters)
     if len(chosen) > 1:
         places = ", ".join(map(str, chosen))
         raise UsageError(
-            f"{places}: which is the cluster? name one of {known}, or set `default: true` in one"
+            f"{places}: which is the cluster? name one of {names}, or set `default: true` in one"
         )
     return clusters[chosen[0]] if chosen else None
 
@@ -269,7 +269,9 @@ def _resolve_cluster(document: YamlDocument) -> ClusterSpec:
         problems = list(_contradictions(cluster))
         if not problems:
             return cluster
-    raise SpecError([SpecProblem(one.key, one.text, document.where(one.key)) for one in problems])
+    raise SpecError(
+        [SpecProblem(problem.key, problem.text, document.where(problem.key)) for problem in problems]
+    )
 
 
 def _contradictions(cluster: ClusterSpec) -> Iterable[SpecProblem]:

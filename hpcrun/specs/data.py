@@ -40,8 +40,8 @@ class DataSpec(BaseModel):
     @model_validator(mode="after")
     def _one_source(self) -> DataSpec:
         if (self.text is None) == (self.tokens is None):
-            found = "neither" if self.text is None else "both"
-            raise ValueError(f"give exactly one of text and tokens, found {found}")
+            given = "neither" if self.text is None else "both"
+            raise ValueError(f"give exactly one of text and tokens, found {given}")
         if self.text is not None and self.dtype is not None:
             raise ValueError("dtype is for token files, text is read byte by byte; remove dtype")
         if self.tokens is not None and self.pattern != "*":

@@ -55,7 +55,7 @@ def is_in_lineage(save: HasDescent, tip: HasDescent) -> bool:
         return save.step <= tip.step and save.descent == tip.descent
     return any(
         save.attempt == int(attempt) and save.step <= int(step)
-        for attempt, _, step in (one.partition("@") for one in tip.descent.split())
+        for attempt, _, step in (entry.partition("@") for entry in tip.descent.split())
     )
 
 
@@ -67,4 +67,4 @@ def lineage_order(save: HasDescent) -> tuple[int, int]:
 def select_lineage(saves: Iterable[_Save]) -> list[_Save]:
     """Of saves of one run: the newest and what it has come from, oldest first; the others were left."""
     ordered = sorted(saves, key=lineage_order)
-    return [one for one in ordered if is_in_lineage(one, ordered[-1])]
+    return [save for save in ordered if is_in_lineage(save, ordered[-1])]

@@ -57,7 +57,7 @@ def keep_required_variables(env: dict[str, str | None]) -> dict[str, str | None]
 
 def matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
     """Whether one of these patterns names a variable."""
-    return any(fnmatchcase(name, one) for one in patterns)
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def set_variables(env: Mapping[str, str | None]) -> dict[str, str]:

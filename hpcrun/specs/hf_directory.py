@@ -62,14 +62,14 @@ def read_hf_layout(directory: Path) -> HfLayout:
     if rotary:
         notes.append(f"{len(rotary)} tensors *{_ROTARY} are not taken, as they follow from {HF_CONFIG_FILE}")
     ours: dict[str, str] = {}
-    for name in [one for one in stored if not one.endswith(_ROTARY)]:
+    for name in [key for key in stored if not key.endswith(_ROTARY)]:
         other = ours.setdefault(name.removeprefix("model."), name)
         if other != name:
             raise UsageError(
                 f"{directory}: has both {other} and {name}, so it is not clear which one counts; save it with"
                 " one of them"
             )
-    return HfLayout(directory, ours, {name: stored[one] for name, one in ours.items()}, tuple(notes))
+    return HfLayout(directory, ours, {name: stored[key] for name, key in ours.items()}, tuple(notes))
 
 
 def why_precision_is_lost(layout: HfLayout, kept: str) -> str | None:
@@ -88,10 +88,10 @@ def why_precision_is_lost(layout: HfLayout, kept: str) -> str | None:
 def dtype_mismatch_note(config: dict[str, Any], layout: HfLayout) -> str | None:
     """What config.json says of the type of the tensors, where the tensors have another one."""
     stated = configured_dtype(config)
-    found = Counter(layout.torch_types().values())
-    if stated is None or set(found) == {stated}:
+    counts = Counter(layout.torch_types().values())
+    if stated is None or set(counts) == {stated}:
         return None
-    kinds = ", ".join(f"{count} {dtype}" for dtype, count in found.most_common())
+    kinds = ", ".join(f"{count} {dtype}" for dtype, count in counts.most_common())
     return f"{HF_CONFIG_FILE} says {stated}, the tensors are {kinds}; what the tensors are counts"
 
 
@@ -109,23 +109,23 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 def format_some_names(names: Iterable[str], most: int = 3) -> str:
     """`a, b, c and 4 more`."""
     items = list(names)
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(items[:most]) + more
+    rest = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + rest
 
 
 def _read_object(path: Path, most_bytes: int) -> dict[str, Any]:
     """A JSON object from elsewhere: never more than so many bytes, whatever stands under its name."""
     try:
-        found = json.loads(read_regular(path, most_bytes, follow=True))
+        document = json.loads(read_regular(path, most_bytes, follow=True))
     except FileNotFoundError:
         raise
     except UntrustedFileError as error:
         raise ValueError(str(error)) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ValueError(f"{path} is not a JSON object")
-    return found
+    return document
 
 
 def _read_shards(directory: Path, notes: list[str]) -> dict[str, StoredTensor]:
@@ -160,7 +160,9 @@ def _read_shards(directory: Path, notes: list[str]) -> dict[str, StoredTensor]:
                 " again"
             )
         stored |= there
-    others = {one.name for one in directory.iterdir() if _SHARD.fullmatch(one.name)} - set(places.values())
+    others = {entry.name for entry in directory.iterdir() if _SHARD.fullmatch(entry.name)} - set(
+        places.values()
+    )
     if others:
         notes.append(
             f"{format_some_names(sorted(others))}: not named by {SAFETENSORS_INDEX_FILE}, so not read"
@@ -176,7 +178,7 @@ def _read_shards(directory: Path, notes: list[str]) -> dict[str, StoredTensor]:
 def find_pickled_weights(directory: Path) -> list[str]:
     """Weights that take a pickle to read, which may run code."""
     suffixes = (".bin", ".pt", ".pth", ".ckpt")
-    return sorted(one.name for one in directory.glob("*") if one.suffix in suffixes)
+    return sorted(entry.name for entry in directory.glob("*") if entry.suffix in suffixes)
 
 
 def conversion_advice(directory: Path) -> str:

@@ -71,11 +71,11 @@ class RunIdentity:
         """Whether another directory lies where the run was made, and is that run."""
         folder = Path(self.made_at.path)
         try:
-            there, found = locate_directory(folder), read_run_identity(folder)
+            there, identity = locate_directory(folder), read_run_identity(folder)
         except (OSError, UsageError):
             return False
         return (there.device, there.inode) != (here.device, here.inode) and bool(
-            found and found.run_id == self.run_id
+            identity and identity.run_id == self.run_id
         )
 
 

@@ -213,10 +213,10 @@ class JobSpec(_JobSection):
     @property
     def ranks(self) -> int:
         """How many ranks it takes: the mesh's; a command without one has a rank a GPU, else a rank a node."""
-        world, asked = self.degrees.world_size, self.resources
+        world, resources = self.degrees.world_size, self.resources
         if self.command is None or world > 1:
             return world
-        return asked.nodes * (asked.ranks_per_node or asked.gpus_per_node or 1)
+        return resources.nodes * (resources.ranks_per_node or resources.gpus_per_node or 1)
 
     @property
     def ranks_per_node(self) -> int:
@@ -226,8 +226,8 @@ class JobSpec(_JobSection):
     @property
     def retries(self) -> RetrySpec | None:
         """When it may go on by itself; None for never. A command is not known to save, so it has to say."""
-        known = self.command is None or self.resources.spares > 0
-        return self.retry or (RetrySpec() if known else None)
+        is_known = self.command is None or self.resources.spares > 0
+        return self.retry or (RetrySpec() if is_known else None)
 
 
 UNSUPPORTED_KEYS = ("parallel.cp", "parallel.ep")

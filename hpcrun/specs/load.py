@@ -62,14 +62,14 @@ class ResolvedJob:
         """The same with these keys of `resources` set, in every element of a sweep too."""
         if not resources:
             return self
-        asked = self.spec.resources.model_copy(update=dict(resources))
+        resources_spec = self.spec.resources.model_copy(update=dict(resources))
         written = {**(self.document.values.get("resources") or {}), **resources}
         values = {**self.document.values, "resources": written}
         return replace(
             self,
-            spec=self.spec.model_copy(update={"resources": asked}),
+            spec=self.spec.model_copy(update={"resources": resources_spec}),
             document=replace(self.document, values=values),
-            elements=tuple(one.asking(resources) for one in self.elements),
+            elements=tuple(element.asking(resources) for element in self.elements),
         )
 
     def render(self) -> str:
@@ -179,14 +179,17 @@ def _resolve_document(document: YamlDocument, overrides: Sequence[str], base: Pa
     problems = [problem for text in overrides for problem in _apply_override(document, text)]
     if document.values.get("sweep") is not None:
         return _resolve_sweep(document, problems)
-    job, plan, found = resolve_job_values(document.values)
-    _raise_problems([*problems, *found], document)
+    job, plan, value_problems = resolve_job_values(document.values)
+    _raise_problems([*problems, *value_problems], document)
     return ResolvedJob(job, plan, document)
 
 
 def _raise_problems(problems: Sequence[SpecProblem], document: YamlDocument) -> None:
     """SpecError with all of them in the order of the lines where they stand; nothing without any."""
-    placed = [SpecProblem(one.key, one.text, one.where or document.where(one.key)) for one in problems]
+    placed = [
+        SpecProblem(problem.key, problem.text, problem.where or document.where(problem.key))
+        for problem in problems
+    ]
     if placed:
         raise SpecError(sorted(placed, key=_line_number))
 
@@ -208,19 +211,23 @@ def _make_absolute(values: dict[str, Any], base: Path) -> None:
     for part in ("grid", "zip"):
         if isinstance(sweep.get(part), dict):
             sweep[part] = {
-                key: [_with_base(key, one, base) for one in found] if isinstance(found, list) else found
-                for key, found in sweep[part].items()
+                key: [_with_base(key, entry, base) for entry in values]
+                if isinstance(values, list)
+                else values
+                for key, values in sweep[part].items()
             }
     if isinstance(sweep.get("list"), list):
         sweep["list"] = [
-            {key: _with_base(key, one, base) for key, one in row.items()} if isinstance(row, dict) else row
+            {key: _with_base(key, entry, base) for key, entry in row.items()}
+            if isinstance(row, dict)
+            else row
             for row in sweep["list"]
         ]
 
 
 def _with_base(key: str, value: Any, base: Path) -> Any:
     if isinstance(value, dict):
-        return {inner: _with_base(f"{key}.{inner}", one, base) for inner, one in value.items()}
+        return {inner: _with_base(f"{key}.{inner}", entry, base) for inner, entry in value.items()}
     if not isinstance(value, str) or not (key in _PATHS or key.startswith("secrets.")):
         return value
     # unlike Path.expanduser, this one leaves the home of an unknown user as it is written
@@ -231,8 +238,8 @@ def _apply_override(document: YamlDocument, override: str) -> list[SpecProblem]:
     dotted, equals, text = override.partition("=")
     path = dotted.split(".")
     if not equals or not all(path) or not dotted.isprintable() or " " in dotted:
-        wanted = "is no override; write key.path=value, for instance train.lr=3e-4"
-        return [SpecProblem(json.dumps(override), wanted, _COMMAND_LINE)]
+        usage = "is no override; write key.path=value, for instance train.lr=3e-4"
+        return [SpecProblem(json.dumps(override), usage, _COMMAND_LINE)]
     if path[0] == "sweep":  # what stands there are dotted keys
         path[2:] = [".".join(path[2:])] if path[2:] else []
     try:
@@ -292,15 +299,15 @@ def _resolve_sweep(document: YamlDocument, problems: list[SpecProblem]) -> Resol
     assert sweep is not None
     places = {key: place for key, place in document.places.items() if not key.startswith("sweep.")}
     elements: list[ResolvedJob] = []
-    told: dict[SpecProblem, list[int]] = {}
+    elements_of: dict[SpecProblem, list[int]] = {}
     for number, overrides in enumerate(chosen):
         values, found = _with_overrides(base, overrides)
-        job, plan, more = resolve_job_values(values)
-        for problem in found or more:
-            told.setdefault(problem, []).append(number)
+        job, plan, job_problems = resolve_job_values(values)
+        for problem in found or job_problems:
+            elements_of.setdefault(problem, []).append(number)
         spots = {key: document.where(_sweep_location(sweep, key, value)) for key, value in overrides.items()}
         elements.append(ResolvedJob(job, plan, YamlDocument(values, places | spots), overrides=overrides))
-    _raise_problems([*_merge_element_problems(told, elements)], document)
+    _raise_problems([*_merge_element_problems(elements_of, elements)], document)
     _raise_problems([*_disagreements(elements)], document)
     first = elements[0]
     return ResolvedJob(first.spec.model_copy(update={"sweep": sweep}), first.plan, document, tuple(elements))
@@ -321,17 +328,17 @@ def _sweep_location(sweep: SweepSpec, key: str, value: Any) -> str:
     """Where in the document a value of an element stands, as a dotted key."""
     for part, values in (("grid", sweep.grid.get(key)), ("zip", sweep.zip.get(key))):
         if values is not None:
-            return f"sweep.{part}.{key}.{next(i for i, one in enumerate(values) if one is value)}"
+            return f"sweep.{part}.{key}.{next(i for i, entry in enumerate(values) if entry is value)}"
     row = next(i for i, row in enumerate(sweep.list) if key in row and row[key] is value)
     return f"sweep.list.{row}.{key}"
 
 
 def _merge_element_problems(
-    told: dict[SpecProblem, list[int]], elements: Sequence[ResolvedJob]
+    elements_of: dict[SpecProblem, list[int]], elements: Sequence[ResolvedJob]
 ) -> Iterator[SpecProblem]:
     """Each mistake once: at the value of the sweep that it is in, or plainly when all have it alike."""
     count = 0
-    for problem, numbers in told.items():
+    for problem, numbers in elements_of.items():
         element = elements[numbers[0]]
         key = _find_swept_key(problem.key, element)
         if key is None and len(numbers) == len(elements):
@@ -352,29 +359,29 @@ def _merge_element_problems(
 
 def _find_swept_key(key: str, element: ResolvedJob) -> str | None:
     """The key of the sweep that set this one, or a part of it, in an element."""
-    above = [one for one in element.overrides if f"{key}.".startswith(f"{one}.")]
-    below = [one for one in element.overrides if one.startswith(f"{key}.")]
+    above = [override for override in element.overrides if f"{key}.".startswith(f"{override}.")]
+    below = [override for override in element.overrides if override.startswith(f"{key}.")]
     return next(iter([*above, *below]), None)
 
 
 def _disagreements(elements: Sequence[ResolvedJob]) -> Iterator[SpecProblem]:
     """What elements ask of the cluster and not all alike, although they are one batch job."""
-    first, told = elements[0].spec, set()
+    first, reported = elements[0].spec, set()
     for number, element in enumerate(elements):
         if _cluster_request(element.spec) == _cluster_request(first):
             continue
-        one, other = (flatten_keys(spec.model_dump(include=set(_ASKED))) for spec in (first, element.spec))
-        differ = {key: (one.get(key), other.get(key)) for key in {**one, **other}}
+        own, other = (flatten_keys(spec.model_dump(include=set(_ASKED))) for spec in (first, element.spec))
+        differ = {key: (own.get(key), other.get(key)) for key in {**own, **other}}
         differ["ranks"] = (first.ranks, element.spec.ranks)
         differ["command"] = (first.command is None, element.spec.command is None)
         for key, (here, there) in differ.items():
-            if here == there or key in told:
+            if here == there or key in reported:
                 continue
-            told.add(key)
-            found = f"element {number} has {format_value(there)}, element 0 {format_value(here)}"
+            reported.add(key)
+            difference = f"element {number} has {format_value(there)}, element 0 {format_value(here)}"
             if key == "command":
-                found = "some elements have one, some have none"
-            text = f"{key}: {found}; a sweep is one batch job, its elements must ask for the same"
+                difference = "some elements have one, some have none"
+            text = f"{key}: {difference}; a sweep is one batch job, its elements must ask for the same"
             yield SpecProblem("sweep", text, element.document.where(_find_swept_key(key, element) or "sweep"))
 
 

@@ -124,7 +124,7 @@ def find_config_differences(spec: ModelSpec, config: dict[str, Any]) -> list[str
     try:
         theirs = ModelSpec(**_fields_from_config(config, Path(HF_CONFIG_FILE))).model_dump()
     except ValidationError as error:
-        return [f"{HF_CONFIG_FILE}: {found['loc'][0]}: {found['msg']}" for found in error.errors()]
+        return [f"{HF_CONFIG_FILE}: {details['loc'][0]}: {details['msg']}" for details in error.errors()]
     except ValueError as error:
         return [str(error)]
     ours = spec.model_dump()
@@ -144,9 +144,9 @@ def _fields_from_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
     rope = _rope_settings(config, path)
     config = HF_FAMILY_DEFAULTS[family] | config
     for key, plain in HF_FIXED_VALUES.items():
-        found = rope.get(key, config.get(key, plain))
-        if found != plain:
-            raise ValueError(f"{path}: {key} {found!r} is not supported, only {plain!r}")
+        rope_value = rope.get(key, config.get(key, plain))
+        if rope_value != plain:
+            raise ValueError(f"{path}: {key} {rope_value!r} is not supported, only {plain!r}")
     try:
         return _translate(config, rope)
     except KeyError as error:

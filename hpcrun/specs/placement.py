@@ -84,7 +84,7 @@ class Placement:
             "spares": list(self.spares),
             "method": self.method,
             "why": list(self.why),
-            "bindings": [asdict(one) if one else None for one in self.bindings],
+            "bindings": [asdict(binding) if binding else None for binding in self.bindings],
             "bound_by": self.bound_by,
         }
 
@@ -99,27 +99,27 @@ def write_placement(path: Path, placement: Placement, degrees: ParallelDegrees) 
 
 def read_placement(path: Path) -> tuple[Placement, list[dict[str, int]] | None] | None:
     """A placement and its mesh coordinates, or None where there is no file; UsageError for a damaged one."""
-    found = read_json(path)
-    if found is None:
+    record = read_json(path)
+    if record is None:
         return None
     try:
-        return _parse_placement(found)
+        return _parse_placement(record)
     except (KeyError, TypeError, AttributeError):
         raise UsageError(f"{path}: is no placement of this version of hpcrun; start the run again") from None
 
 
-def _parse_placement(found: Mapping[str, Any]) -> tuple[Placement, list[dict[str, int]] | None]:
+def _parse_placement(record: Mapping[str, Any]) -> tuple[Placement, list[dict[str, int]] | None]:
     # Placements of a run that began before there were bindings have none.
-    bindings = tuple(Binding(**one) if one else None for one in found.get("bindings", ()))
+    bindings = tuple(Binding(**binding) if binding else None for binding in record.get("bindings", ()))
     placement = Placement(
-        tuple(found["ranks"]),
-        tuple(found["spares"]),
-        found["method"],
-        tuple(found["why"]),
+        tuple(record["ranks"]),
+        tuple(record["spares"]),
+        record["method"],
+        tuple(record["why"]),
         bindings,
-        found.get("bound_by", "either"),
+        record.get("bound_by", "either"),
     )
-    return placement, found["mesh"]
+    return placement, record["mesh"]
 
 
 def place_in_blocks(nodes: Sequence[str], ranks: int, per_node: int) -> Placement:

@@ -206,9 +206,9 @@ def _check_gpus(p: ParallelSpec, resources: ResourcesSpec, device: str) -> list[
     return [SpecProblem("resources.gpus_per_node", text)]
 
 
-def _check_placement(asked: ResourcesSpec) -> list[SpecProblem]:
+def _check_placement(resources: ResourcesSpec) -> list[SpecProblem]:
     problems = []
-    policy, pinned = asked.placement, set(expand_hosts(asked.nodelist or ""))
+    policy, pinned = resources.placement, set(expand_hosts(resources.nodelist or ""))
     if policy == "pin" and not pinned:
         problems.append(
             SpecProblem("resources.nodelist", "is missing; placement pin needs it, such as n[01-04]")
@@ -216,28 +216,28 @@ def _check_placement(asked: ResourcesSpec) -> list[SpecProblem]:
     if policy != "pin" and pinned:
         text = f"needs placement pin, which is {policy}; write placement: pin, or leave the list out"
         problems.append(SpecProblem("resources.nodelist", text))
-    both = sorted(pinned.intersection(expand_hosts(asked.exclude or "")))
+    both = sorted(pinned.intersection(expand_hosts(resources.exclude or "")))
     if both:
         text = f"{fold_hosts(both)} stands in exclude too; leave it in one of the two"
         problems.append(SpecProblem("resources.nodelist", text))
     for key in ("switches", "segment"):
-        if getattr(asked, key) is not None and policy != "pack":
+        if getattr(resources, key) is not None and policy != "pack":
             text = f"needs placement pack, which is {policy}; leave one of the two out"
             problems.append(SpecProblem(f"resources.{key}", text))
-    if asked.topo_exclusive and asked.exclusive is False:
+    if resources.topo_exclusive and resources.exclusive is False:
         text = "true keeps every other job away, but exclusive is false; leave one of the two out"
         problems.append(SpecProblem("resources.topo_exclusive", text))
-    return problems or _check_placement_sizes(asked)
+    return problems or _check_placement_sizes(resources)
 
 
-def _check_placement_sizes(asked: ResourcesSpec) -> list[SpecProblem]:
-    nodes = asked.nodes + asked.spares
+def _check_placement_sizes(resources: ResourcesSpec) -> list[SpecProblem]:
+    nodes = resources.nodes + resources.spares
     problems = []
-    if asked.switches is not None and asked.switches > nodes:
-        text = f"{asked.switches} is more than the job has nodes; use at most {nodes}"
+    if resources.switches is not None and resources.switches > nodes:
+        text = f"{resources.switches} is more than the job has nodes; use at most {nodes}"
         problems.append(SpecProblem("resources.switches", text))
-    if asked.segment is not None and nodes % asked.segment:
-        text = f"{asked.segment} does not divide the {nodes} nodes; use {_divisors(nodes)}"
+    if resources.segment is not None and nodes % resources.segment:
+        text = f"{resources.segment} does not divide the {nodes} nodes; use {_divisors(nodes)}"
         problems.append(SpecProblem("resources.segment", text))
     return problems
 

@@ -120,8 +120,8 @@ def portable_part(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     for key, value in values.items():
         rule = PORTABLE_KEYS.get(key, False)
         if isinstance(rule, dict) and isinstance(value, Mapping):
-            kept[key] = {name: one for name, one in value.items() if rule.get(name, False)}
-            others = {name: one for name, one in value.items() if not rule.get(name, False)}
+            kept[key] = {name: entry for name, entry in value.items() if rule.get(name, False)}
+            others = {name: entry for name, entry in value.items() if not rule.get(name, False)}
             dropped += _keys_set(others, default_job_values().get(key) or {}, f"{key}.")
         elif rule:
             kept[key] = value

@@ -29,18 +29,20 @@ class Predecessors:
 def write_predecessors(run: RunDir, runs: Sequence[RunDir], attempts: dict[str, int]) -> None:
     """Put the record in its place, or take an older one away where there is nothing to wait for."""
     if runs:
-        found = Predecessors((), attempts)
-        write_json(run.after, asdict(found) | {"runs": [str(one.path.absolute()) for one in runs]})
+        predecessors = Predecessors((), attempts)
+        write_json(
+            run.after, asdict(predecessors) | {"runs": [str(run_dir.path.absolute()) for run_dir in runs]}
+        )
     else:
         run.after.unlink(missing_ok=True)
 
 
 def read_predecessors(run: RunDir) -> Predecessors:
     """What a run waits for; UsageError where the record is damaged."""
-    found = read_json(run.after)
-    if found is None:
+    record = read_json(run.after)
+    if record is None:
         return Predecessors(())
     try:
-        return Predecessors(tuple(RunDir(Path(one)) for one in found["runs"]), dict(found["attempts"]))
+        return Predecessors(tuple(RunDir(Path(path)) for path in record["runs"]), dict(record["attempts"]))
     except (TypeError, KeyError, ValueError):
         raise UsageError(f"{run.after}: is damaged; submit the run again with --after") from None

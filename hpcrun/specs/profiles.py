@@ -23,12 +23,12 @@ def config_directories() -> dict[str, Path]:
 
 def list_profiles() -> list[Path]:
     """Every profile of the user and of the site; a user's file hides the site's of the same name."""
-    found: dict[str, Path] = {}
+    profiles: dict[str, Path] = {}
     for origin, directory in config_directories().items():
         if origin != "shipped":
             for path in sorted((directory / "profiles").glob("*.yaml")):
-                found.setdefault(path.name, path)
-    return list(found.values())
+                profiles.setdefault(path.name, path)
+    return list(profiles.values())
 
 
 def profile_roots() -> list[Path | None]:
@@ -43,9 +43,13 @@ def profile_roots() -> list[Path | None]:
     from hpcrun.specs.yaml import load_yaml
 
     documents = {path: load_yaml(path) for path in profiles}
-    chosen = [path for path, one in documents.items() if one.values.get("default") is True] or profiles
+    chosen = [
+        path for path, document in documents.items() if document.values.get("default") is True
+    ] or profiles
     default = chosen[0] if len(chosen) == 1 else None
-    roots = {path: _parse_root(one.values, one.where("root")) for path, one in documents.items()}
+    roots = {
+        path: _parse_root(document.values, document.where("root")) for path, document in documents.items()
+    }
     others = [root for path, root in roots.items() if path != default and root is not None]
     return [roots[default] if default else None, *others]
 

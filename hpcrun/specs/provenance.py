@@ -68,9 +68,9 @@ class Provenance:
     identity: RunIdentity | None = None
     """None where it is of before there were identities, or is not written down yet."""
 
-    def submitted(self, *more: SubmissionRecord) -> Provenance:
+    def submitted(self, *submissions: SubmissionRecord) -> Provenance:
         """The same with further submissions."""
-        return replace(self, submissions=[*self.submissions, *more])
+        return replace(self, submissions=[*self.submissions, *submissions])
 
 
 def recorded_attempts(attempts: Any, run: RunDir) -> int:
@@ -83,7 +83,7 @@ def recorded_attempts(attempts: Any, run: RunDir) -> int:
 def count_attempts(run: RunDir, elements: Iterable[int] = ()) -> dict[str, int]:
     """For Submission.attempts: how many attempts a run, or each of these elements of it, has now."""
     places = {str(number): run.element(number) for number in elements} or {"": run}
-    counted = {name: one.attempts() for name, one in places.items()}
+    counted = {name: run_dir.attempts() for name, run_dir in places.items()}
     return {name: attempts[-1].number for name, attempts in counted.items() if attempts}
 
 
@@ -120,10 +120,12 @@ def read_provenance(run: RunDir) -> Provenance | None:
     # A run that has just been made, or that others' launchers started, has an identity alone.
     if found is None or (isinstance(found, dict) and found.keys() <= {*IDENTITY_KEYS}):
         return None
-    known = {one.name for one in fields(Provenance)} - {"identity"}
+    names = {declared.name for declared in fields(Provenance)} - {"identity"}
     try:
-        values: dict[str, Any] = {key: value for key, value in found.items() if key in known}
-        values["submissions"] = [SubmissionRecord(**one) for one in values.get("submissions", [])]
+        values: dict[str, Any] = {key: value for key, value in found.items() if key in names}
+        values["submissions"] = [
+            SubmissionRecord(**submission) for submission in values.get("submissions", [])
+        ]
         values["identity"] = parse_run_identity(found)
         record = Provenance(**values)
     except (TypeError, AttributeError):

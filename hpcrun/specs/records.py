@@ -183,7 +183,7 @@ def newest_step_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for record in records:
         step = record.get("step")
         if isinstance(step, int) and record.get("kind", "step") == "step":
-            known = by_step.get(step)
-            if known is None or record.get("attempt", 0) >= known.get("attempt", 0):
+            newest = by_step.get(step)
+            if newest is None or record.get("attempt", 0) >= newest.get("attempt", 0):
                 by_step[step] = record
     return [by_step[step] for step in sorted(by_step)]

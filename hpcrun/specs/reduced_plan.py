@@ -68,11 +68,11 @@ def _largest_possible_dp(plan: Plan, dp: int) -> int:
 
 def read_attempt_plan(path: Path, job: JobSpec, whole: Plan) -> Plan:
     """The plan of an attempt: the job's, or one with fewer replicas; UsageError for any other."""
-    found = read_json(path)
-    if found is None:
+    record = read_json(path)
+    if record is None:
         raise UsageError(f"{path}: is missing; start the run again")
     try:
-        plan = Plan.model_validate_json(json.dumps(found))
+        plan = Plan.model_validate_json(json.dumps(record))
     except (ValidationError, OSError):
         raise UsageError(f"{path}: is no plan of this version of hpcrun; start the run again") from None
     dp = plan.degrees.dp

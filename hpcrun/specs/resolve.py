@@ -42,7 +42,7 @@ def resolve_job_values(
     if whole:
         problems += [*_find_missing_sections(job, broken), *_find_unused_sections(job, given)]
         reported = {problem.key for problem in problems}
-        problems += [one for one in find_plan_problems(job, broken) if one.key not in reported]
+        problems += [problem for problem in find_plan_problems(job, broken) if problem.key not in reported]
     if problems or not whole or job.command is not None:
         return job, None, problems
     plan = make_plan(job)
@@ -112,26 +112,26 @@ def _model_from_hf(hf: Any, section: dict[str, Any]) -> tuple[dict[str, Any], li
 def _find_missing_sections(job: JobSpec, broken: set[str]) -> list[SpecProblem]:
     if job.command is not None or "command" in broken:
         return []
-    wanted = {
+    expected = {
         "model": f"a preset ({', '.join(MODEL_PRESETS)}), sizes, or hf: DIR",
         "data": "text: PATH or tokens: FILE, or a command instead of both",
     }
-    missing = [key for key in wanted if getattr(job, key) is None and key not in broken]
-    return [SpecProblem(key, f"is missing; give {wanted[key]}") for key in missing]
+    missing = [key for key in expected if getattr(job, key) is None and key not in broken]
+    return [SpecProblem(key, f"is missing; give {expected[key]}") for key in missing]
 
 
 def _find_unused_sections(job: JobSpec, given: dict[str, Any]) -> list[SpecProblem]:
     """What our own training would read, and a command does not."""
     if job.command is None:
         return []
-    found, plain = job.model_dump(mode="json"), default_job_values()
+    values, plain = job.model_dump(mode="json"), default_job_values()
     # With memory the section is for those that serve a program's `hpcrun.Checkpointer`.
     keys = ["model", "data", "train", *([] if job.checkpoint.memory else ["checkpoint"]), "device"]
     keys += [f"parallel.{key}" for key in plain["parallel"] if key not in AXES]
     used = [
         key
         for key in keys
-        if _value_at(given, key) is not None and _value_at(found, key) != _value_at(plain, key)
+        if _value_at(given, key) is not None and _value_at(values, key) != _value_at(plain, key)
     ]
     return [SpecProblem(key, "stands beside command, which trains by itself; leave one out") for key in used]
 
@@ -141,8 +141,10 @@ def _find_unsupported_keys(given: dict[str, Any]) -> list[SpecProblem]:
     keys = [
         key for key in UNSUPPORTED_KEYS if given.get("command") is None or not key.startswith("parallel.")
     ]
-    found = [(key, _value_at(given, key)) for key in keys]
-    used = [(key, value) for key, value in found if value not in (None, _value_at(default_job_values(), key))]
+    entries = [(key, _value_at(given, key)) for key in keys]
+    used = [
+        (key, value) for key, value in entries if value not in (None, _value_at(default_job_values(), key))
+    ]
     return [SpecProblem(key, text.format(format_value(value))) for key, value in used]
 
 

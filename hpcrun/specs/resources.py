@@ -79,7 +79,7 @@ def _option_value(value: Any) -> Any:
         raise ValueError("false is no value of an option; write true for one without a value, null for none")
     if not isinstance(value, str | int | None):
         raise ValueError(f"must be text, a whole number, true or null, not a {type(value).__name__}")
-    if isinstance(value, str) and any(ord(one) < 0x20 or one == "\x7f" for one in value):
+    if isinstance(value, str) and any(ord(character) < 0x20 or character == "\x7f" for character in value):
         raise ValueError("must be one line without control characters")
     return value
 

@@ -96,13 +96,13 @@ def all_runs(root: Path | None = None) -> Iterator[RunDir]:
 
     What other people keep under a shared root is none of ours, and a link is no run.
     """
-    found = []
+    roots = []
     for place in [root] if root else runs_roots():
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             warn_if_root_is_writable(place)
             with os.scandir(place) as entries:
-                found += [(time, place / name) for time, name in filter(None, map(_own_run, entries))]
-    for _, path in sorted(found):
+                roots += [(time, place / name) for time, name in filter(None, map(_own_run, entries))]
+    for _, path in sorted(roots):
         yield RunDir(path)
 
 
@@ -179,8 +179,8 @@ def _find_by_name(word: str, root: Path | None, among: Sequence[RunDir] | None) 
     # Others may have changed what others can write: it is what was meant only where nothing else is.
     mine = [run for run in runs if is_private_directory(run.path)]
     for candidates in (mine, runs):
-        if found := _find_named(word, candidates):
-            return found
+        if named := _find_named(word, candidates):
+            return named
     raise _no_such_run_error(word, root, runs)
 
 
@@ -188,8 +188,8 @@ def _find_named(word: str, runs: Sequence[RunDir]) -> RunDir | None:
     exact = [run for run in runs if run.id == word]
     if exact:
         return exact[0]
-    if (job := _JOB.fullmatch(word)) and (found := _find_run_of_job(runs, int(job[1]), job[2])):
-        return found
+    if (job := _JOB.fullmatch(word)) and (run_of_job := _find_run_of_job(runs, int(job[1]), job[2])):
+        return run_of_job
     if is_private_directory(Path(word)) and _is_run(word):
         return RunDir(Path(word).resolve())
     # A name that is whole comes before longer ones that begin like it.
@@ -204,9 +204,9 @@ def _find_named(word: str, runs: Sequence[RunDir]) -> RunDir | None:
 
 def _no_such_run_error(word: str, root: Path | None, runs: Iterable[RunDir]) -> UsageError:
     where = root or ", ".join(map(str, runs_roots()))
-    known = ", ".join(run.id for run in list(runs)[-3:]) or "none"
+    recent = ", ".join(run.id for run in list(runs)[-3:]) or "none"
     path = f"; to read the directory of that name write ./{word}" if "/" not in word and _is_run(word) else ""
-    return UsageError(f"{word}: no such run under {where} (newest: {known}); see `hpcrun list`{path}")
+    return UsageError(f"{word}: no such run under {where} (newest: {recent}); see `hpcrun list`{path}")
 
 
 def _find_element(sweep: RunDir, number: int) -> RunDir:
@@ -237,9 +237,11 @@ def _offset_of_job(run: RunDir, job: int) -> int | None:
     # A damaged record is a matter of the run that it belongs to.
     with contextlib.suppress(UsageError, OSError, AttributeError, TypeError, ValueError):
         record = read_json(run.job) or {}
-        for one in reversed(record.get("submissions", [])):
-            if one.get("job") == job:
+        for submission in reversed(record.get("submissions", [])):
+            if submission.get("job") == job:
                 identity = parse_run_identity(record)
                 # A copy tells of the jobs of the run that it was copied from.
-                return int(one.get("offset", 0)) if identity is None or identity.is_at(run.path) else None
+                return (
+                    int(submission.get("offset", 0)) if identity is None or identity.is_at(run.path) else None
+                )
     return None

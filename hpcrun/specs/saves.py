@@ -69,16 +69,16 @@ def read_saved_checkpoints(checkpoints: Path) -> tuple[list[SavedCheckpoint], li
 
     UsageError for a step in a newer or older format than this.
     """
-    found, unreadable = list[SavedCheckpoint](), list[UnreadableCheckpoint]()
+    readable, unreadable = list[SavedCheckpoint](), list[UnreadableCheckpoint]()
     try:
         names = sorted(name for name in os.listdir(checkpoints) if name.startswith("step-"))  # noqa: PTH208
     except (FileNotFoundError, NotADirectoryError):
         names = []
     for name in names:
-        one = read_saved_checkpoint(checkpoints / name)
-        if one is not None:
-            (found if isinstance(one, SavedCheckpoint) else unreadable).append(one)  # type: ignore[arg-type]
-    return sorted(found, key=lambda saved: saved.step), unreadable
+        checkpoint = read_saved_checkpoint(checkpoints / name)
+        if checkpoint is not None:
+            (readable if isinstance(checkpoint, SavedCheckpoint) else unreadable).append(checkpoint)  # type: ignore[arg-type]
+    return sorted(readable, key=lambda saved: saved.step), unreadable
 
 
 def read_saved_checkpoint(path: Path) -> SavedCheckpoint | UnreadableCheckpoint | None:
@@ -131,15 +131,15 @@ class SortedCheckpoints:
 
 def sort_checkpoints(checkpoints: Path, saves: Iterable[SavedCheckpoint]) -> SortedCheckpoints:
     """Saves that lie there, by what they are to the run whose directory that is in."""
-    ordered = sorted(saves, key=lambda one: one.step)
+    ordered = sorted(saves, key=lambda save: save.step)
     own_ids = RunDir(checkpoints.parent).run_ids if ordered else ()
-    own = [one for one in ordered if one.run_id in own_ids]
+    own = [save for save in ordered if save.run_id in own_ids]
     line = select_lineage(own)
-    names = {one.path for one in line}
+    names = {save.path for save in line}
     return SortedCheckpoints(
         line,
-        [one for one in own if one.path not in names],
-        [one for one in ordered if one.run_id not in own_ids],
+        [save for save in own if save.path not in names],
+        [save for save in ordered if save.run_id not in own_ids],
     )
 
 
@@ -216,7 +216,7 @@ def _check_fields(record: dict[str, Any]) -> None:
         raise ValueError("it counts nothing")
     manifest_bytes, manifest_hash = record["manifest"]
     texts = (record["generation"], record["structure"], record["level"], manifest_hash)
-    if not all(isinstance(one, str) for one in texts) or not _GENERATION.fullmatch(record["generation"]):
+    if not all(isinstance(text, str) for text in texts) or not _GENERATION.fullmatch(record["generation"]):
         raise ValueError("it names nothing")
     if not is_descent(record.get("descent", "")) or not isinstance(record.get("run_id", ""), str):
         raise ValueError("it comes from nowhere")

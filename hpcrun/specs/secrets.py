@@ -63,11 +63,13 @@ def _read_secret(path: Path) -> str:
     return value
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError("is no regular file; give a file that holds the value")
-    if found.st_uid != os.geteuid():
-        raise ValueError(f"belongs to user {found.st_uid}, not to you ({os.geteuid()}); give a file of yours")
-    if found.st_mode & 0o077:
-        mode = stat.S_IMODE(found.st_mode)
+    if status.st_uid != os.geteuid():
+        raise ValueError(
+            f"belongs to user {status.st_uid}, not to you ({os.geteuid()}); give a file of yours"
+        )
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
         raise ValueError(f"has mode {mode:04o}, others than you may use it; run: chmod 600 {path}")

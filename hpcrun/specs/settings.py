@@ -55,40 +55,42 @@ class CommSettings:
 
     def environment(self) -> dict[str, str]:
         """What every rank gets."""
-        return {one.name: one.value for one in self.everywhere}
+        return {setting.name: setting.value for setting in self.everywhere}
 
     def of_node(self, node: str) -> dict[str, str]:
         """What the ranks of a node get in addition; a name with its domain stands for the short one."""
         short = node.partition(".")[0]
-        found = next((of for name, of in self.by_node.items() if name.partition(".")[0] == short), ())
-        return {one.name: one.value for one in found}
+        settings = next((of for name, of in self.by_node.items() if name.partition(".")[0] == short), ())
+        return {setting.name: setting.value for setting in settings}
 
     def all(self) -> tuple[CommSetting, ...]:
         """Each of them, whichever node it is for."""
-        return (*self.everywhere, *(one for of in self.by_node.values() for one in of))
+        return (*self.everywhere, *(setting for of in self.by_node.values() for setting in of))
 
     def without_variables(self, taken: Mapping[str, str], by: str) -> CommSettings:
         """The same without the variables that are set already; these are told as overruled."""
 
         def left(settings: Iterable[CommSetting]) -> tuple[CommSetting, ...]:
-            return tuple(one for one in settings if one.name not in taken)
+            return tuple(setting for setting in settings if setting.name not in taken)
 
-        lost = {one.name: one for one in self.all() if one.name in taken}
-        told = [OverriddenSetting(name, taken[name], one.value, by) for name, one in lost.items()]
+        lost = {setting.name: setting for setting in self.all() if setting.name in taken}
+        overruled = [
+            OverriddenSetting(name, taken[name], setting.value, by) for name, setting in lost.items()
+        ]
         nodes = {node: left(of) for node, of in self.by_node.items()}
         return CommSettings(
             left(self.everywhere),
             {node: of for node, of in nodes.items() if of},
-            (*self.overruled, *told),
+            (*self.overruled, *overruled),
             self.notes,
         )
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "settings": [asdict(one) for one in self.everywhere],
-            "by_node": {node: [asdict(one) for one in of] for node, of in self.by_node.items()},
-            "overruled": [asdict(one) for one in self.overruled],
+            "settings": [asdict(setting) for setting in self.everywhere],
+            "by_node": {node: [asdict(setting) for setting in of] for node, of in self.by_node.items()},
+            "overruled": [asdict(setting) for setting in self.overruled],
             "notes": list(self.notes),
         }
 
@@ -100,22 +102,22 @@ def write_comm_settings(path: Path, settings: CommSettings) -> None:
 
 def read_comm_settings(path: Path) -> CommSettings | None:
     """The settings of a file, or None where there is none; UsageError for a damaged one."""
-    found = read_json(path)
-    if found is None:
+    record = read_json(path)
+    if record is None:
         return None
     try:
-        return parse_comm_settings(found)
+        return parse_comm_settings(record)
     except (KeyError, TypeError, AttributeError):
         raise UsageError(
             f"{path}: holds no settings of this version of hpcrun; start the run again"
         ) from None
 
 
-def parse_comm_settings(found: Mapping[str, Any]) -> CommSettings:
+def parse_comm_settings(record: Mapping[str, Any]) -> CommSettings:
     """Settings from as_json's values."""
     return CommSettings(
-        tuple(CommSetting(**one) for one in found["settings"]),
-        {node: tuple(CommSetting(**one) for one in of) for node, of in found["by_node"].items()},
-        tuple(OverriddenSetting(**one) for one in found["overruled"]),
-        tuple(found["notes"]),
+        tuple(CommSetting(**setting) for setting in record["settings"]),
+        {node: tuple(CommSetting(**setting) for setting in of) for node, of in record["by_node"].items()},
+        tuple(OverriddenSetting(**setting) for setting in record["overruled"]),
+        tuple(record["notes"]),
     )

@@ -40,8 +40,8 @@ def check_sha256sums(directory: Path, *, share: int = 0, shares: int = 1) -> boo
     if missing:
         complaints.insert(0, f"lacks {_format_some(missing)}")
     if not complaints:
-        found = _digests(directory, list(expected)[share::shares])
-        wrong = [name for name, digest in found.items() if digest != expected[name]]
+        digests = _digests(directory, list(expected)[share::shares])
+        wrong = [name for name, digest in digests.items() if digest != expected[name]]
         complaints = [f"has other bytes in {_format_some(wrong)}"] if wrong else []
     if complaints:
         raise UsageError(
@@ -65,27 +65,27 @@ def read_sha256sums(directory: Path) -> dict[str, str] | None:
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        found = _LINE.fullmatch(line)
-        if found is None:
+        match = _LINE.fullmatch(line)
+        if match is None:
             raise UsageError(
                 f"{path}:{number}: is not a hash and a file name, as sha256sum writes them; export again, or"
                 " remove the file"
             )
-        name = PurePosixPath(found[2])
+        name = PurePosixPath(match[2])
         if name.is_absolute() or ".." in name.parts:
-            raise UsageError(f"{path}:{number}: names {found[2]!r}, outside its directory; do not use it")
-        if sums.setdefault(str(name), found[1].lower()) != found[1].lower():
+            raise UsageError(f"{path}:{number}: names {match[2]!r}, outside its directory; do not use it")
+        if sums.setdefault(str(name), match[1].lower()) != match[1].lower():
             raise UsageError(f"{path}:{number}: gives {name} a second hash; export again")
     return sums
 
 
 def _find_unlisted_files(directory: Path, expected: Mapping[str, str]) -> list[str]:
     """Files that are there and have no hash; hidden ones are other tools' and are not read."""
-    known = {*expected, SHA256SUMS_FILE, *_SIGNATURES}
+    listed = {*expected, SHA256SUMS_FILE, *_SIGNATURES}
     names = sorted(
         path.name
         for path in directory.iterdir()
-        if path.name not in known and not path.name.startswith(".") and not path.is_dir()
+        if path.name not in listed and not path.name.startswith(".") and not path.is_dir()
     )
     return [f"holds {_format_some(names)} besides"] if names else []
 

@@ -17,6 +17,6 @@ def shipped_file(name: str) -> Path:
         root = Path(__file__).parents[2] / "templates"
     path = root / name
     if not path.is_file():
-        known = sorted(str(file.relative_to(root)) for file in root.glob("*/*.yaml"))
-        raise UsageError(f"{name} does not come with hpcrun; there are {', '.join(known)}")
+        names = sorted(str(file.relative_to(root)) for file in root.glob("*/*.yaml"))
+        raise UsageError(f"{name} does not come with hpcrun; there are {', '.join(names)}")
     return path

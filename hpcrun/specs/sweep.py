@@ -49,12 +49,12 @@ def write_sweep(run: RunDir, elements: list[dict[str, Any]]) -> None:
 
 def read_sweep(run: RunDir) -> list[dict[str, Any]]:
     """The dotted keys and values of every element; UsageError when this is no sweep, or it is damaged."""
-    found = read_json(run.sweep)
-    if found is None:
+    record = read_json(run.sweep)
+    if record is None:
         raise UsageError(f"{run.id}: is no sweep (it has no {run.sweep.name})")
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+    if not isinstance(record, list) or not all(isinstance(element, dict) for element in record):
         raise UsageError(f"{run.sweep}: is damaged: not a list of mappings; start the sweep again")
-    return found
+    return record
 
 
 def _sweep_keys(sweep: SweepSpec) -> list[tuple[str, str]]:
@@ -90,9 +90,9 @@ def _find_uneven_rows(sweep: SweepSpec) -> list[SpecProblem]:
     lengths = {key: len(values) for key, values in sweep.zip.items()}
     if len(set(lengths.values())) <= 1:
         return []
-    found = ", ".join(f"{key} {count}" for key, count in lengths.items())
+    counts = ", ".join(f"{key} {count}" for key, count in lengths.items())
     return [
         SpecProblem(
-            "sweep.zip", f"its lists must be equally long, found {found}; for all combinations use grid"
+            "sweep.zip", f"its lists must be equally long, found {counts}; for all combinations use grid"
         )
     ]

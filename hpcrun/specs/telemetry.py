@@ -79,6 +79,8 @@ class TelemetrySpec(SiteTelemetrySpec):
 
     def at(self, site: SiteTelemetrySpec | None) -> TelemetrySpec:
         """The same, with what the site's profile says where the job says nothing."""
-        told = {} if site is None else {name: getattr(site, name) for name in SiteTelemetrySpec.model_fields}
+        site_values = (
+            {} if site is None else {name: getattr(site, name) for name in SiteTelemetrySpec.model_fields}
+        )
         own = {name: value for name, value in self if value is not None}
-        return TelemetrySpec(**(told | own))
+        return TelemetrySpec(**(site_values | own))

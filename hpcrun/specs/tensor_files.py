@@ -52,17 +52,17 @@ def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; download or export it again") from None
     try:
-        entries = {name: one for name, one in json.loads(header).items() if name != "__metadata__"}
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         tensors = {name: _parse_tensor_entry(path, entry) for name, entry in entries.items()}
         expected = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
-        found = f"has {size} bytes, but not the header of a safetensors file"
+        problem = f"has {size} bytes, but not the header of a safetensors file"
     else:
         if size == expected:
             return tensors
-        found = f"has {size} bytes, by its header it should have {expected}"
+        problem = f"has {size} bytes, by its header it should have {expected}"
     raise UsageError(
-        f"{path}: is not a complete safetensors file: it {found}; it is truncated or damaged, download or"
+        f"{path}: is not a complete safetensors file: it {problem}; it is truncated or damaged, download or"
         " export it again"
     )
 

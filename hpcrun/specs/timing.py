@@ -31,7 +31,7 @@ def check_times_within(
     if math.isinf(limit_s):
         return []
     slow = None if watch.slow == WatchSpec.model_fields["slow"].default else watch.slow
-    asked = {
+    limits = {
         "retry.grace": (retry.grace if retry else None, "the save would begin at once"),
         "watch.floor": (watch.floor if watch.hangs else None, "the job would end before a hang is noticed"),
         "watch.slow": (slow if watch.hangs else None, "the job would end before a hang is noticed"),
@@ -39,6 +39,6 @@ def check_times_within(
     }
     return [
         SpecProblem(key, f"{text} is no less than {what}, so {why}; use less")
-        for key, (text, why) in asked.items()
+        for key, (text, why) in limits.items()
         if text is not None and parse_time(text).seconds >= limit_s
     ]

@@ -58,7 +58,7 @@ def problems_of_validation_error(
     `shorthands`: keys that a section, named by its dotted key, takes besides its fields.
     `inherit`: a key without a description, such as an item of a list, is explained by that of the key above.
     """
-    return [_make_problem(one, root, shorthands, inherit) for one in error.errors(include_url=False)]
+    return [_make_problem(details, root, shorthands, inherit) for details in error.errors(include_url=False)]
 
 
 def suggest_allowed(word: str, allowed: Iterable[str]) -> str:

@@ -112,9 +112,9 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
     """Parse one YAML mapping; every duplicate key and every syntax error names file and line."""
     node = _compose(text, name)
     if not isinstance(node, yaml.MappingNode):
-        found = "a list" if isinstance(node, yaml.SequenceNode) else "a single value" if node else "empty"
+        kind = "a list" if isinstance(node, yaml.SequenceNode) else "a single value" if node else "empty"
         raise SpecError(
-            [SpecProblem("", f"is {found}; write keys with values, such as `name: first-run`", name)]
+            [SpecProblem("", f"is {kind}; write keys with values, such as `name: first-run`", name)]
         )
     builder = _DocumentBuilder(name)
     values = builder.mapping(node, "", 0)
@@ -132,8 +132,8 @@ def parse_yaml_list(text: str, name: str) -> YamlDocument:
     values = builder.value(node, LIST_KEY, 0)
     wrong = [
         SpecProblem("", "must be a mapping of keys to values", builder.places[f"{LIST_KEY}.{number}"])
-        for number, one in enumerate(values)
-        if not isinstance(one, dict)
+        for number, entry in enumerate(values)
+        if not isinstance(entry, dict)
     ]
     if builder.problems or wrong:
         raise SpecError([*builder.problems, *wrong])
