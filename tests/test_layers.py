@@ -14,14 +14,12 @@ PACKAGE = Path(__file__).parents[1] / "hpcrun"
 LEVELS = (
     {
         "address",
-        "authentication",
         "errors",
         "files",
         "formulas",
         "hostlist",
         "hydra",
         "launcher_world",
-        "listeners",
         "local_identity",
         "masking",
         "mesh",
@@ -30,6 +28,7 @@ LEVELS = (
         "typed_json",
         "units",
     },
+    {"messages"},
     {"specs"},
     {"data"},
     {"slurm"},

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from hpcrun.listeners import (
+from hpcrun.messages.listeners import (
     OutOfDescriptorsError,
     accept_connection,
     open_listening_socket,

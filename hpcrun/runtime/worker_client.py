@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpcrun.authentication import parse_json_line
 from hpcrun.errors import SiteError
+from hpcrun.messages.lines import parse_json_line
 
 _ANSWER_KINDS = {"reserved", "refused", "planned", "claimed", "busy", "error"}
 """What comes because it was asked for; all else is news."""

@@ -15,7 +15,7 @@ from threading import Lock, Thread
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.listeners import OutOfDescriptorsError, UnauthenticatedPeers, accept_connection
+from hpcrun.messages.listeners import OutOfDescriptorsError, UnauthenticatedPeers, accept_connection
 from hpcrun.runs.heartbeat_age import read_heartbeat_ages
 from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.runs.run_state import read_run_state

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from hpcrun.authentication import HANDSHAKE_S, fresh_nonce, receive_json_line, render_json_line
+from hpcrun import __version__
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry
-from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FramedConnection, RateLimiter
 from hpcrun.checkpoint.parity.peers import (
     PartServer,
     PeerClient,
@@ -26,6 +25,10 @@ from hpcrun.checkpoint.parity.peers import (
     PeerReply,
     PeerServer,
 )
+from hpcrun.messages import authentication, lines
+from hpcrun.messages.authentication import HANDSHAKE_S, Handshake, fresh_nonce
+from hpcrun.messages.frames import FRAME_BYTES, FramedConnection, RateLimiter
+from hpcrun.messages.lines import receive_json_line, render_json_line
 
 HERE = "127.0.0.1"
 GENERATION = "ab" * 16
@@ -156,15 +159,35 @@ def test_an_impostor_learns_no_proof_and_is_not_believed() -> None:
     heard: list[dict[str, object]] = []
 
     def impostor(connection: socket.socket) -> None:
-        connection.sendall(render_json_line({"nonce": fresh_nonce()}))
+        connection.sendall(render_json_line({"nonce": fresh_nonce(), "version": __version__}))
         heard.append(receive_json_line(connection, time.monotonic() + 5))
         # It can only send the other's own proof back.
         connection.sendall(render_json_line({"proof": heard[0]["proof"]}))
 
-    found_out = pytest.raises(PeerError, match=r"is not node n1 of this run, or does not know its secret")
+    found_out = pytest.raises(PeerError, match=r"is not the checkpoint worker of n1, or does not know")
     with listening(impostor) as address, PeerClient(who("n0"), {"n1": address}) as peers, found_out:
         peers.ask("n1", {"do": "echo"})
     assert "s3cret" not in str(heard)
+
+
+def test_a_worker_of_another_version_is_refused_and_both_ends_name_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused: list[tuple[str, str]] = []
+    server = PeerServer(HERE, who("n1"), refuse_version=lambda *peer: refused.append(peer))
+    for module in (authentication, lines):
+        monkeypatch.setattr(module, "__version__", "0.0.9")
+    words = (
+        f"the checkpoint worker of n1 runs hpcrun {__version__}, that of n0 0.0.9;"
+        " install one version on all nodes"
+    )
+    with asking(server) as peers, pytest.raises(PeerError, match=words.replace(".", r"\.")):
+        peers.ask("n1", {"do": "echo", "word": "a"})
+    deadline = time.monotonic() + 5
+    while not refused and time.monotonic() < deadline:
+        time.sleep(0.01)
+    server.close()
+    assert refused == [("n0", "0.0.9")]
 
 
 def test_strangers_who_say_nothing_do_not_keep_others_out(server: PeerServer) -> None:
@@ -202,11 +225,11 @@ def listening(serve: Callable[[socket.socket], None]) -> Iterator[tuple[str, int
 def let_in(connection: socket.socket) -> FramedConnection:
     """The handshake as node n1 makes it."""
     nonce = fresh_nonce()
-    connection.sendall(render_json_line({"nonce": nonce}))
+    connection.sendall(render_json_line({"nonce": nonce, "version": __version__}))
     said = receive_json_line(connection, time.monotonic() + 5)
-    nonces = (nonce, str(said["nonce"]))
-    connection.sendall(render_json_line({"proof": who("n1").proof("asked", "n0", "n1", nonces)}))
-    frames = FramedConnection(connection, *who("n1").keys(("asked", "asking"), "n0", "n1", nonces), 5.0)
+    handshake = Handshake("s3cret", who("n1").bound_to("n0", "n1"), (nonce, str(said["nonce"])))
+    connection.sendall(render_json_line({"proof": handshake.proof("listening", {})}))
+    frames = FramedConnection(connection, *handshake.keys("listening"), 5.0)
     assert frames.hear() is not None
     return frames
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.checkpoint.flush.arena import SOCKET_NAME, locate_arena, map_slot
-from hpcrun.checkpoint.flush.json_lines import connect_unix_socket
 from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.messages.lines import connect_unix_socket
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.generations import content_of, pieces_of
 from tests.checkpoint.loads import fill, plans_of, stamp_of

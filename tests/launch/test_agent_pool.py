@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from hpcrun import process
+from hpcrun import __version__, process
 from hpcrun.checkpoint.flush.arena import SHM, locate_arena
+from hpcrun.errors import SiteError
 from hpcrun.launch.agents import agent_pool as crews
 from hpcrun.launch.agents.agent_nodes import AgentNodes
 from hpcrun.launch.agents.agent_pool import AgentPool
@@ -413,3 +415,20 @@ def test_agents_say_where_they_are_reached_and_try_each_other(place: Place) -> N
     nodes.watch(place.run.attempt(1).create(), Placement(NODES[:2]), f"hpcrun-{os.urandom(8).hex()}")
     assert nodes.try_connections() == ("", ())
     assert nodes.try_connections() == ("", ())
+
+
+OTHER_VERSION = "import hpcrun; hpcrun.__version__ = '0.0.9'; from hpcrun.cli.main import main; main()"
+
+
+def test_an_agent_of_another_version_is_refused_at_once_and_named(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pool = AgentPool(place.run, Leadership(place.run, None), "127.0.0.1", ["n01"])
+    place.opened.append(pool)
+    command = [sys.executable, "-P", "-c", OTHER_VERSION, "_agent", str(place.run.path)]
+    words = f"the agent on n01 runs hpcrun 0.0.9, the supervisor {__version__}; install one version on all"
+    with pytest.raises(SiteError, match=re.escape(words)):
+        pool.start({("n01",): command}, place.environ("n01"))
+    assert capfd.readouterr().err.count(words) == 1
+    log = place.run.agent_logs / "n01.log"
+    until(lambda: f"the supervisor runs hpcrun {__version__}, the agent on n01 0.0.9" in log.read_text())

@@ -12,17 +12,21 @@ from typing import Any
 
 import pytest
 
+from hpcrun import __version__
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents import connection
 from hpcrun.launch.agents.connection import (
     AgentConnectionError,
     AgentIdentity,
     AgentListener,
-    Channel,
     PendingAgent,
     ReliableSession,
     connect_to_supervisor,
 )
+from hpcrun.messages import authentication, channel, lines
+from hpcrun.messages.authentication import Handshake
+from hpcrun.messages.channel import Channel
+from hpcrun.messages.lines import VersionMismatchError
 
 SECRET = "a" * 64
 HERE = "127.0.0.1"
@@ -66,7 +70,7 @@ class Caller(threading.Thread):
     def run(self) -> None:
         try:
             self.result = connect_to_supervisor(*self._words, timeout_s=3)
-        except AgentConnectionError as error:
+        except (AgentConnectionError, VersionMismatchError) as error:
             self.error = str(error)
 
 
@@ -129,9 +133,10 @@ def test_a_supervisor_without_the_secret_is_left_at_once() -> None:
         def pretend() -> None:
             connection, _ = server.accept()
             with connection:
-                connection.sendall(b'{"nonce": "00"}\n')
+                connection.sendall(json.dumps({"nonce": "00", "version": __version__}).encode() + b"\n")
                 said = json.loads(connection.makefile().readline())
-                proof = badge().proof(with_other, "leader", ("00", said["nonce"]), 0)
+                handshake = Handshake(with_other, badge().bound_to, ("00", said["nonce"]))
+                proof = handshake.proof("listening", {"seen": 0})
                 connection.sendall(json.dumps({"seen": 0, "proof": proof}).encode() + b"\n")
 
         thread = threading.Thread(target=pretend)
@@ -146,8 +151,9 @@ def test_what_was_said_once_opens_no_door_again(gate: AgentListener) -> None:
     with socket.create_connection((gate.address, gate.port)) as first:
         assert wait(gate, 0.1) == []
         nonce = json.loads(first.makefile().readline())["nonce"]
-        proof = badge().proof(SECRET, "agent", (nonce, "11"))
+        proof = Handshake(SECRET, badge().bound_to, (nonce, "11")).proof("connecting", __version__)
         words = {"node": "n01", "session": "s", "epoch": 3, "seen": 0, "nonce": "11", "proof": proof}
+        words["version"] = __version__
         said.append(json.dumps(words).encode() + b"\n")
         first.sendall(said[0])
         (guest,) = wait(gate)
@@ -201,7 +207,7 @@ def test_strangers_who_say_nothing_are_shown_out(monkeypatch: pytest.MonkeyPatch
 def test_a_line_without_end_closes_the_connection(
     gate: AgentListener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "MAX_AGENT_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr(channel, "MAX_MESSAGE_BYTES", 1000)
     ours, theirs = let_in(gate, badge())
     theirs.send({"kind": "x" * 2000})
     assert receive(ours.receive, 1) == []
@@ -245,6 +251,40 @@ def test_a_new_connection_loses_and_doubles_nothing(gate: AgentListener) -> None
     assert receive(leader.hear, 1) == [{"kind": "beat"}]
     leader.detach()
     agent.detach()
+
+
+def test_an_agent_of_another_version_is_refused_and_both_ends_name_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused: list[tuple[str, str]] = []
+    gate = AgentListener(
+        HERE, SECRET, "run-1", 3, ["n01"], lambda agent, version: refused.append((agent.node, version))
+    )
+    monkeypatch.setattr(authentication, "__version__", "0.0.9")
+    monkeypatch.setattr(lines, "__version__", "0.0.9")
+    said: list[str] = []
+
+    def call() -> None:
+        try:
+            connect_to_supervisor((HERE, gate.port), SECRET, badge(), 3)
+        except VersionMismatchError as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert wait(gate, 0.3) == []
+    thread.join()
+    assert said == [
+        f"the supervisor runs hpcrun {__version__}, the agent on n01 0.0.9; install one version on all nodes"
+    ]
+    assert refused == [("n01", "0.0.9")]
+    # A stranger that names a version is no agent.
+    refused.clear()
+    call_with_other = Caller(gate, "b" * 64, badge())
+    assert wait(gate, 0.3) == []
+    call_with_other.join()
+    assert refused == []
+    gate.close()
 
 
 def test_an_address_of_another_host_is_refused() -> None:

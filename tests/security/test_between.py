@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.parity.frames import FRAME_BYTES
 from hpcrun.checkpoint.parity.peers import PeerClient, PeerCredentials, PeerError, PeerReply, PeerServer
 from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch.agents.connection import (
     AgentIdentity,
     AgentListener,
-    Channel,
     ReliableSession,
     connect_to_supervisor,
 )
@@ -36,6 +34,8 @@ from hpcrun.launch.attempt_events import (
     encode_node_event,
 )
 from hpcrun.launch.rendezvous import NodeRendezvous, RendezvousRequest
+from hpcrun.messages.channel import Channel
+from hpcrun.messages.frames import FRAME_BYTES
 
 HERE, SECRET, RUN = "127.0.0.1", "a" * 64, "run-1"
 Tamper = Callable[[list[bytes]], list[bytes]]

@@ -18,15 +18,13 @@ from typing import Any
 
 import pytest
 
-from hpcrun.authentication import fresh_nonce
-from hpcrun.checkpoint.flush.json_lines import connect_unix_socket
+from hpcrun import __version__
 from hpcrun.checkpoint.parity.peers import PeerClient, PeerCredentials, PeerReply, PeerServer
 from hpcrun.health.connection_test import ConnectionTest
 from hpcrun.launch.agents import connection
 from hpcrun.launch.agents.connection import (
     AgentIdentity,
     AgentListener,
-    Channel,
     PendingAgent,
     connect_to_supervisor,
 )
@@ -34,7 +32,10 @@ from hpcrun.launch.watch import progress
 from hpcrun.launch.watch import progress_listener as listeners
 from hpcrun.launch.watch.progress import ProgressReporter
 from hpcrun.launch.watch.progress_listener import ProgressListener
-from hpcrun.listeners import AuthenticatingListener, UnauthenticatedPeers
+from hpcrun.messages.authentication import Handshake, fresh_nonce
+from hpcrun.messages.channel import Channel
+from hpcrun.messages.lines import connect_unix_socket
+from hpcrun.messages.listeners import AuthenticatingListener, UnauthenticatedPeers
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry import prometheus_exporter
 from tests.checkpoint.workers import Host
@@ -45,8 +46,8 @@ SECRET, RUN = "a" * 64, "run-1"
 MESSAGES = 10_000
 
 LISTENERS = {
-    "listeners.py": "TCP, for others of a run: agents (connection.py), workers (peers.py), connection tests",
-    "checkpoint/flush/json_lines.py": "Unix socket in the arena, for the ranks of a node",
+    "messages/listeners.py": "TCP, for others of a run: agents, checkpoint workers, connection tests",
+    "messages/lines.py": "Unix socket in the arena, for the ranks of a node",
     "launch/watch/progress_listener.py": "abstract Unix socket, for the progress of a node's ranks",
     "telemetry/prometheus_exporter.py": "HTTP, /metrics",
     "runtime/store_rendezvous.py": "torch's TCPStore, for the ranks of an attempt without MPI",
@@ -113,7 +114,7 @@ class Fuzz:
             case 0:
                 return draw.randbytes(draw.randrange(1, 200)) + b"\n" * draw.randrange(2)
             case 1:
-                names = ("node", "session", "epoch", "seen", "nonce", "proof", "do", "rank")
+                names = ("node", "session", "epoch", "seen", "nonce", "version", "proof", "do", "rank")
                 said = {name: draw.choice(ODD) for name in names if draw.random() < 0.7}
                 return json.dumps(said).encode() + b"\n"
             case _:
@@ -143,6 +144,12 @@ class Fuzz:
                 return right[: draw.randrange(1, len(right) - 2)] + draw.choice([b"", b"\n", b"}\n", right])
 
 
+def prove(bound_to: tuple[Any, ...], said: dict[str, Any], nonces: tuple[str, str]) -> bytes:
+    """The line by which one comes in."""
+    proof = Handshake(SECRET, bound_to, nonces).proof("connecting", __version__)
+    return json.dumps(said | {"version": __version__, "proof": proof}).encode() + b"\n"
+
+
 class AtGate:
     """The supervisor's gate; the one who fuzzes attends to it."""
 
@@ -163,7 +170,7 @@ class AtGate:
         nonces = (json.loads(one.recv(4096))["nonce"], fresh_nonce())
         badge = AgentIdentity(RUN, 3, "n02", "s", 5)
         said = {"node": "n02", "session": "s", "epoch": 3, "seen": 5, "nonce": nonces[1]}
-        return json.dumps(said | {"proof": badge.proof(SECRET, "agent", nonces)}).encode() + b"\n"
+        return prove(badge.bound_to, said, nonces)
 
     def let_in(self, node: str) -> tuple[Channel, Channel]:
         found: list[tuple[Channel, int]] = []
@@ -210,8 +217,8 @@ class AtPeers:
     def right(self, one: socket.socket) -> bytes:
         one.settimeout(20)
         nonces = (json.loads(one.recv(4096))["nonce"], fresh_nonce())
-        proof = PeerCredentials(RUN, "n0", SECRET).proof("asking", "n0", "n1", nonces)
-        return json.dumps({"node": "n0", "nonce": nonces[1], "proof": proof}).encode() + b"\n"
+        bound_to = PeerCredentials(RUN, "n0", SECRET).bound_to("n0", "n1")
+        return prove(bound_to, {"node": "n0", "nonce": nonces[1]}, nonces)
 
     def serves(self) -> None:
         assert self.peers.ask("n1", {"do": "echo", "word": "a"})["said"] == "a"
@@ -296,7 +303,8 @@ class AtProgress:
         assert self.listener.hear() == []
 
     def right(self, one: socket.socket) -> bytes:
-        return b'{"rank": 1, "section": "step", "step": 3, "longest": {}}\n'
+        # Wrong in two ways: one change alone does not make it right.
+        return b'{"rank": 7, "section": 5, "step": 3, "longest": {}}\n'
 
     def serves(self) -> None:
         self._step += 1
@@ -448,8 +456,7 @@ def answer(one: socket.socket) -> None:
     one.settimeout(20)
     nonces = (json.loads(one.recv(4096))["nonce"], fresh_nonce())
     said = {"node": "n01", "session": "s", "epoch": 3, "seen": 0, "nonce": nonces[1]}
-    proof = AgentIdentity(RUN, 3, "n01", "s", 0).proof(SECRET, "agent", nonces)
-    one.sendall(json.dumps(said | {"proof": proof}).encode() + b"\n")
+    one.sendall(prove(AgentIdentity(RUN, 3, "n01", "s", 0).bound_to, said, nonces))
 
 
 def test_a_crowd_from_one_host_pushes_nobody_out() -> None:
@@ -526,7 +533,7 @@ def test_where_there_is_no_descriptor_at_all_nobody_spins_and_nobody_is_lost() -
 
 
 def test_who_sends_a_byte_now_and_then_is_shown_out_in_time() -> None:
-    door = AuthenticatingListener[str](HERE, 8, "a test", lambda nonce, said: "in", handshake_s=0.2)
+    door = AuthenticatingListener[str](HERE, 8, "a test", SECRET, lambda said: ("in", ()), handshake_s=0.2)
     with (
         socket.create_connection((HERE, door.port)) as slow,
         socket.create_connection((HERE, door.port)) as half,

@@ -140,7 +140,7 @@ KNOWN = {
         "checkpoint/flush/spare_replicas": (
             "SpareReplicaStore.__init__ SpareReplicaStore._copy_part SpareReplicaStore._drop"
         ),
-        "checkpoint/flush/json_lines": "listen_unix_socket",
+        "messages/lines": "listen_unix_socket",
         "checkpoint/flush/local_tier": ("LocalTier._made LocalTier._store LocalTier.prove LocalTier.retain"),
         "checkpoint/flush/stale_memory": "clean_up_stale_memory",
         "checkpoint/flush/worker": "CheckpointWorker._close",

@@ -12,6 +12,7 @@ from hpcrun.checkpoint.parity.peers import PartServer, PeerClient, PeerCredentia
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
 from hpcrun.checkpoint.restore_plan import parse_rebuild_order
 from hpcrun.errors import SiteError
+from hpcrun.messages.lines import describe_version_mismatch
 
 
 class PeerService:
@@ -97,7 +98,15 @@ class PeerService:
         who = PeerCredentials(around.run.id, around.node, around.secret.hex())
         most = around.spec.parity.bandwidth_MBps
         bytes_per_s = most * 1e6 if most is not None else None
-        self._server = PeerServer(around.address, who, bytes_per_s=bytes_per_s)
+        refused = set[tuple[str, str]]()
+
+        def refuse_version(node: str, version: str) -> None:
+            if (node, version) not in refused:
+                refused.add((node, version))
+                theirs = f"the checkpoint worker of {node}"
+                around.say(describe_version_mismatch(theirs, version, f"that of {around.node}"))
+
+        self._server = PeerServer(around.address, who, bytes_per_s=bytes_per_s, refuse_version=refuse_version)
         self._peers = PeerClient(who, around.peers)
         PartServer(self._server, self._holdings, around.throttle.await_idle)
         self.address, self.port = self._server.address, self._server.port

@@ -34,7 +34,6 @@ from hpcrun.checkpoint.flush.arena import (
     open_arena_folder,
     remove_arena_folder,
 )
-from hpcrun.checkpoint.flush.json_lines import JsonLineStream, listen_unix_socket
 from hpcrun.checkpoint.flush.pipeline import FlushPipeline
 from hpcrun.checkpoint.flush.rank_requests import RankRequestHandler
 from hpcrun.checkpoint.flush.spare_replicas import SpareReplicaStore
@@ -50,7 +49,8 @@ from hpcrun.checkpoint.parity.blocks import list_parity_entries
 from hpcrun.checkpoint.part_check import DamagedPart, exclude_damaged_parts, find_damaged_parts
 from hpcrun.errors import SiteError
 from hpcrun.files import OwnedDirectory
-from hpcrun.listeners import accept_own_user
+from hpcrun.messages.lines import JsonLineStream, listen_unix_socket
+from hpcrun.messages.listeners import accept_own_user
 from hpcrun.specs.rundir import RunDir
 
 _NICE = 10
@@ -157,7 +157,7 @@ class CheckpointWorker:
                     self._host.send({"kind": "error", "why": str(error)})
         self._is_running &= not self._host.is_closed
 
-    def _obey(self, order: dict[str, Any]) -> None:
+    def _obey(self, order: Any) -> None:
         match order["do"]:
             case "configure":
                 self._configure(order)

@@ -16,22 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcrun.authentication import (
-    HANDSHAKE_S,
-    compute_proof,
-    derive_message_keys,
-    fresh_nonce,
-    is_short_ascii,
-    receive_json_line,
-    render_json_line,
-    verify_proof,
-)
 from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, InventoryEntry
 from hpcrun.checkpoint.parity.blocks import make_geometry
 from hpcrun.checkpoint.parity.files import read_file_at
-from hpcrun.checkpoint.parity.frames import FRAME_BYTES, FramedConnection, FrameError, RateLimiter
 from hpcrun.errors import HpcrunError, SiteError
-from hpcrun.listeners import AuthenticatingListener, shut_down_connection
+from hpcrun.messages.authentication import HANDSHAKE_S, Handshake, connect_authenticated, is_short_ascii
+from hpcrun.messages.frames import FRAME_BYTES, FramedConnection, FrameError, RateLimiter
+from hpcrun.messages.lines import render_json_line
+from hpcrun.messages.listeners import AuthenticatingListener, shut_down_connection
 
 FRAME_TIMEOUT_S = 20.0
 """For one frame."""
@@ -53,15 +45,9 @@ class PeerCredentials:
     node: str
     secret: str = field(repr=False)
 
-    def proof(self, side: str, asking: str, asked: str, nonces: Iterable[str]) -> str:
-        """Of one end, in a connection between these two nodes."""
-        return compute_proof(self.secret, ["checkpoint", side, self.run, asking, asked, *nonces])
-
-    def keys(
-        self, sides: tuple[str, str], asking: str, asked: str, nonces: Iterable[str]
-    ) -> tuple[bytes, bytes]:
-        """What each end marks its frames with."""
-        return derive_message_keys(self.secret, sides, ["checkpoint", self.run, asking, asked, *nonces])
+    def bound_to(self, asking: str, asked: str) -> tuple[str, ...]:
+        """What proofs of a connection between these two nodes are bound to."""
+        return "checkpoint", self.run, asking, asked
 
 
 @dataclass(frozen=True)
@@ -88,8 +74,12 @@ class PeerServer:
         *,
         bytes_per_s: float | None = None,
         timeout_s: float = FRAME_TIMEOUT_S,
+        refuse_version: Callable[[str, str], None] = lambda node, version: None,
     ) -> None:
-        """`bytes_per_s`: no more is sent, all connections together. SiteError: cannot listen there."""
+        """`bytes_per_s`: no more is sent, all connections together. SiteError: cannot listen there.
+
+        `refuse_version` gets the node and the version of each worker of another version that comes.
+        """
         self._who, self._timeout_s, self._rate_limiter = who, timeout_s, RateLimiter(bytes_per_s)
         self._handlers: dict[str, PeerRequestHandler] = {}
         self._lock = threading.Lock()
@@ -97,7 +87,13 @@ class PeerServer:
         self._numbers = itertools.count()
         self._closed = threading.Event()
         self._door = AuthenticatingListener(
-            address, _MAX_UNAUTHENTICATED, "other nodes", self._recognise, HANDSHAKE_S
+            address,
+            _MAX_UNAUTHENTICATED,
+            "other nodes",
+            who.secret,
+            self._identify,
+            refuse_version,
+            HANDSHAKE_S,
         )
         self.address, self.port = address, self._door.port
         self._thread = threading.Thread(target=self._accept_connections, name="peers", daemon=True)
@@ -122,34 +118,26 @@ class PeerServer:
     def _accept_connections(self) -> None:
         while not self._closed.is_set():
             self._door.await_connection()
-            for connection, guest in self._door.accept_authenticated():
-                serve = threading.Thread(target=self._meet, args=(connection, *guest), daemon=True)
+            for guest in self._door.accept_authenticated():
+                serve = threading.Thread(target=self._serve, args=guest, daemon=True)
                 try:
                     serve.start()
                 except RuntimeError:  # no more threads: it comes again
-                    shut_down_connection(connection)
+                    shut_down_connection(guest[0])
         self._door.close()
 
-    def _recognise(self, nonce: str, said: dict[str, Any]) -> tuple[str, tuple[str, str]] | None:
-        asking, theirs = said.get("node"), said.get("nonce")
-        if not (is_short_ascii(asking) and is_short_ascii(theirs)):
-            return None
-        nonces = nonce, theirs
-        wanted = self._who.proof("asking", asking, self._who.node, nonces)
-        return (asking, nonces) if verify_proof(said.get("proof"), wanted) else None
+    def _identify(self, said: dict[str, Any]) -> tuple[str, tuple[str, ...]] | None:
+        asking = said.get("node")
+        return (asking, self._who.bound_to(asking, self._who.node)) if is_short_ascii(asking) else None
 
-    def _meet(self, connection: socket.socket, asking: str, nonces: tuple[str, str]) -> None:
-        keys = self._who.keys(("asked", "asking"), asking, self._who.node, nonces)
-        frames, number = (
-            FramedConnection(connection, *keys, self._timeout_s, self._rate_limiter),
-            next(self._numbers),
-        )
+    def _serve(self, connection: socket.socket, asking: str, handshake: Handshake) -> None:
+        keys, number = handshake.keys("listening"), next(self._numbers)
+        frames = FramedConnection(connection, *keys, self._timeout_s, self._rate_limiter)
         with self._lock:
             self._guests[number] = frames
         try:
             connection.settimeout(self._timeout_s)
-            mine = self._who.proof("asked", asking, self._who.node, nonces)
-            connection.sendall(render_json_line({"proof": mine}))
+            connection.sendall(render_json_line({"proof": handshake.proof("listening", {})}))
             while not self._closed.is_set() and (request := frames.hear(_IDLE_S)) is not None:
                 self._answer(frames, request)
         except OSError:
@@ -287,25 +275,18 @@ class PeerClient:
                 raise error
 
     def _connect(self, node: str, address: tuple[str, int]) -> FramedConnection:
-        deadline = time.monotonic() + min(HANDSHAKE_S, self._timeout_s)
-        connection = socket.create_connection(address, timeout=min(HANDSHAKE_S, self._timeout_s))
-        try:
+        ours = self._who.node
+        connection, handshake, _ = connect_authenticated(
+            address,
+            self._who.secret,
+            {"node": ours},
+            self._who.bound_to(ours, node),
+            ends=(f"that of {ours}", f"the checkpoint worker of {node}"),
+            timeout_s=min(HANDSHAKE_S, self._timeout_s),
+        )
+        with contextlib.suppress(OSError):  # it has gone again, which shows at the first frame
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            theirs = receive_json_line(connection, deadline).get("nonce")
-            if not is_short_ascii(theirs):
-                raise ConnectionError("is no node of this run")
-            nonces = theirs, fresh_nonce()
-            mine = self._who.proof("asking", self._who.node, node, nonces)
-            said = {"node": self._who.node, "nonce": nonces[1], "proof": mine}
-            connection.sendall(render_json_line(said))
-            proof = receive_json_line(connection, deadline).get("proof")
-            if not verify_proof(proof, self._who.proof("asked", self._who.node, node, nonces)):
-                raise ConnectionError(f"is not node {node} of this run, or does not know its secret")
-        except OSError:
-            connection.close()
-            raise
-        keys = self._who.keys(("asking", "asked"), self._who.node, node, nonces)
-        return FramedConnection(connection, *keys, self._timeout_s)
+        return FramedConnection(connection, *handshake.keys("connecting"), self._timeout_s)
 
 
 def _is_timeout(error: OSError) -> bool:

@@ -16,10 +16,11 @@ from typing import Any
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.files import open_for_append
-from hpcrun.launch.agents.connection import AgentListener, PendingAgent, ReliableSession
+from hpcrun.launch.agents.connection import AgentIdentity, AgentListener, PendingAgent, ReliableSession
 from hpcrun.launch.agents.messages import check_agent_message
 from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
+from hpcrun.messages.lines import describe_version_mismatch
 from hpcrun.runs.lease import LEADER_TIMEOUT_S, LEASE_RENEW_S, FencedError, LeaderRecord, Leadership
 from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.rundir import RunDir
@@ -53,6 +54,8 @@ class AgentHandle:
         self._heard = clock()
         self._said_before = log.stat().st_size if log.exists() else 0
         self.is_lost = self.has_left = False
+        self.refusal = ""
+        """Why it is not let in: it is of another version."""
         self.hello: dict[str, Any] = {}
         """What it has said about itself."""
         self.called: float | None = None
@@ -95,6 +98,8 @@ class AgentHandle:
 
     def trouble(self) -> str | None:
         """Why it must be taken for lost; None where there is no reason."""
+        if self.refusal:
+            return self.refusal
         if self.is_ended:
             return f"its agent ended{self.last_words()}"
         if self._broken is not None and self._clock() - self._broken > _RECONNECT_S:
@@ -147,7 +152,9 @@ class AgentPool:
         self.lost: list[NodeLost] = []
         """The nodes that have ceased to answer, first one first."""
         secret = secrets.token_hex(32)
-        self._agent_listener = AgentListener(address, secret, run.id, leadership.epoch, nodes)
+        self._agent_listener = AgentListener(
+            address, secret, run.id, leadership.epoch, nodes, self._refuse_version
+        )
         self._selector = selectors.EpollSelector()
         self._selector.register(self._agent_listener, selectors.EVENT_READ)
         self._heartbeats = [Heartbeat(LEASE_RENEW_S, leadership.renew), Heartbeat(_HEARTBEAT_S, self._beat)]
@@ -190,6 +197,8 @@ class AgentPool:
         self._await_hello(_HELLO_TIMEOUT_S)
         silent = [one for one in self.members.values() if not one.has_answered]
         for agent in silent:
+            if agent.refusal:
+                raise SiteError(agent.refusal)
             if agent.is_ended:
                 words = f"the agent of node {agent.node} did not start{agent.last_words()}"
                 raise SiteError(f"{words}; log: {agent.log}")
@@ -246,7 +255,7 @@ class AgentPool:
 
     def _await_hello(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while any(not (one.has_answered or one.is_ended) for one in self.living):
+        while any(not (one.has_answered or one.is_ended or one.refusal) for one in self.living):
             if time.monotonic() > deadline:
                 return
             for _ in self.pump(0.1):
@@ -283,6 +292,12 @@ class AgentPool:
         for guest in self._agent_listener.accept_authenticated():
             self._welcome(guest)
 
+    def _refuse_version(self, identity: AgentIdentity, version: str) -> None:
+        agent = self.members[identity.node]
+        if not agent.refusal:
+            agent.refusal = describe_version_mismatch(f"the agent on {agent.node}", version, "the supervisor")
+            log_line(agent.refusal)
+
     def refuse(self, agent: AgentHandle, why: str) -> None:
         """What it has said cannot be: its connection ends, and it may come again."""
         if agent.session.channel is not None:
@@ -297,6 +312,7 @@ class AgentPool:
     def _welcome(self, guest: PendingAgent) -> None:
         """Let an agent in: one that we know goes on where it was, a new one takes the place of an old one."""
         agent = self.members[guest.identity.node]
+        agent.refusal = ""
         if agent.losses > _MAX_LOSSES or guest.identity.session in agent.replaced:
             guest.refuse()
             return

@@ -13,13 +13,14 @@ from hpcrun.errors import HpcrunError
 from hpcrun.launch.agents.connection import (
     AgentConnectionError,
     AgentIdentity,
-    Channel,
     ReliableSession,
     connect_to_supervisor,
     is_host_reachable,
 )
 from hpcrun.launch.agents.messages import check_agent_order
 from hpcrun.launch.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
+from hpcrun.messages.channel import Channel
+from hpcrun.messages.lines import VersionMismatchError
 from hpcrun.runs import lease
 from hpcrun.runs.lease import LeaderRecord, LeaseMonitor
 from hpcrun.specs.io_retry import log_line
@@ -46,6 +47,8 @@ class SupervisorClient:
         """The newest supervisor's that was met."""
         self.won_epoch: int | None = None
         """The epoch that is ours to find a supervisor for."""
+        self._refusal = ""
+        """Why the supervisor does not let us in: it is of another version."""
         self._lock = threading.Lock()
         self._arrived: tuple[LeaderRecord, Channel, int, ReliableSession, str] | None = None
         seekers = (self._find_leader, self._check_lease, self._probe_host)
@@ -100,7 +103,13 @@ class SupervisorClient:
             if leader.epoch > self.epoch:
                 session, number = ReliableSession(check_agent_order), secrets.token_hex(8)
             badge = AgentIdentity(self._run.id, leader.epoch, self._node, number, session.seen)
-            channel, seen = connect_to_supervisor((leader.address, leader.port), leader.secret, badge)
+            try:
+                channel, seen = connect_to_supervisor((leader.address, leader.port), leader.secret, badge)
+            except VersionMismatchError as error:
+                if str(error) != self._refusal:
+                    self._refusal = str(error)
+                    log_line(self._refusal)
+                return
             with self._lock:
                 self._arrived = leader, channel, seen, session, number
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.launcher_world import rank_from_environment
-from hpcrun.listeners import own_user_peer_pid
+from hpcrun.messages.listeners import own_user_peer_pid
 
 PROGRESS_SOCKET_VARIABLE = "HPCRUN_PROGRESS"
 """Name of the node's socket (Linux's abstract ones, without the zero), set in every rank."""

@@ -9,10 +9,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from hpcrun.authentication import is_counting_number, parse_json_line
 from hpcrun.launch.attempt_events import RankProgress
 from hpcrun.launch.watch.progress import MAX_PROGRESS_BYTES
-from hpcrun.listeners import accept_own_user
+from hpcrun.messages.authentication import is_counting_number
+from hpcrun.messages.lines import parse_json_line
+from hpcrun.messages.listeners import accept_own_user
 from hpcrun.process import ProcessHandle, identify_process
 
 _BACKLOG = 1024

@@ -19,14 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
-from hpcrun.authentication import (
-    HANDSHAKE_S,
-    MAX_HANDSHAKE_BYTES,
-    fresh_nonce,
-    parse_json_line,
-    render_json_line,
-)
+from hpcrun import __version__
 from hpcrun.errors import SiteError
+from hpcrun.messages.authentication import HANDSHAKE_S, Handshake, fresh_nonce, is_short_ascii, verify_proof
+from hpcrun.messages.lines import MAX_HANDSHAKE_BYTES, parse_json_line, render_json_line
 
 _DESCRIPTOR_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPT_PAUSE_S = 0.1
@@ -165,14 +161,19 @@ class AuthenticatingListener(Generic[T]):
         address: str,
         most: int,
         whom: str,
-        recognise: Callable[[str, dict[str, Any]], T | None],
+        secret: str,
+        identify: Callable[[dict[str, Any]], tuple[T, tuple[Any, ...]] | None],
+        refuse_version: Callable[[T, str], None] = lambda peer, version: None,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
         """`whom`: those we listen for, in words; `most`: strangers at a time.
 
-        `recognise`: what a stranger's number and message prove, if they do. SiteError: cannot listen.
+        `identify`: who a stranger's line says that it is, if we let such in, and what its proof is bound to.
+        `refuse_version` is called for each that has proved itself and is of another version.
+        SiteError: cannot listen.
         """
-        self._recognise, self._handshake_s = recognise, handshake_s
+        self._secret, self._identify, self._refuse_version = secret, identify, refuse_version
+        self._handshake_s = handshake_s
         try:
             self._listener = open_listening_socket(address, 0, max(128, most))
         except OSError as error:
@@ -201,14 +202,14 @@ class AuthenticatingListener(Generic[T]):
         """Wake, for good, whoever waits for somebody."""
         os.eventfd_write(self._wake_descriptor, 1)
 
-    def accept_authenticated(self) -> list[tuple[socket.socket, T]]:
+    def accept_authenticated(self) -> list[tuple[socket.socket, T, Handshake]]:
         """Those who have proved who they are; to be asked now and then, also when nobody comes."""
         known = []
         ready = self._selector.select(0)
         # Who has spoken comes before those who have only come: a crowd does not push him out.
         for key, _ in ready:
             if isinstance(one := key.data, _UnauthenticatedPeer) and (found := self._hear(one)) is not None:
-                known.append((one.connection, found))
+                known.append((one.connection, *found))
         for one in self._unauthenticated.late(self._handshake_s):
             self._drop(one)
         if self._accept_paused_until is not None and time.monotonic() > self._accept_paused_until:
@@ -240,9 +241,9 @@ class AuthenticatingListener(Generic[T]):
             if late is not None:
                 self._drop(late)
             with contextlib.suppress(OSError):
-                connection.send(render_json_line({"nonce": one.nonce}))
+                connection.send(render_json_line({"nonce": one.nonce, "version": __version__}))
 
-    def _hear(self, one: _UnauthenticatedPeer) -> T | None:
+    def _hear(self, one: _UnauthenticatedPeer) -> tuple[T, Handshake] | None:
         try:
             data = one.connection.recv(MAX_HANDSHAKE_BYTES)
         except BlockingIOError:
@@ -260,6 +261,19 @@ class AuthenticatingListener(Generic[T]):
             return None
         self._forget(one)
         return found
+
+    def _recognise(self, nonce: str, said: dict[str, Any]) -> tuple[T, Handshake] | None:
+        theirs, version, claimed = said.get("nonce"), said.get("version"), self._identify(said)
+        if claimed is None or not (is_short_ascii(theirs) and is_short_ascii(version)):
+            return None
+        peer, bound_to = claimed
+        handshake = Handshake(self._secret, bound_to, (nonce, theirs))
+        if not verify_proof(said.get("proof"), handshake.proof("connecting", version)):
+            return None
+        if version != __version__:
+            self._refuse_version(peer, version)
+            return None
+        return peer, handshake
 
     def _forget(self, one: _UnauthenticatedPeer) -> None:
         self._selector.unregister(one.connection)

@@ -20,8 +20,9 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
-from hpcrun.authentication import MAC_BYTES, MessageAuthenticator, parse_json_line
-from hpcrun.listeners import shut_down_connection
+from hpcrun.messages.authentication import MAC_BYTES, MessageAuthenticator
+from hpcrun.messages.lines import parse_json_line
+from hpcrun.messages.listeners import shut_down_connection
 
 FRAME_BYTES = 1 << 20
 """No frame is longer, so that nobody needs more memory than this for one."""

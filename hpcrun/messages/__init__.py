@@ -1,0 +1,1 @@
+"""Messages between processes: lines and frames of JSON over pipes and sockets, handshakes, listeners."""
