@@ -46,37 +46,37 @@ class _CheckpointSection(BaseModel):
 
 
 class ParitySpec(_CheckpointSection):
-    """Blocks from which the part of a lost node is made again, on nodes of other racks."""
+    """Parity blocks on nodes of other racks, from which the part of a lost node is rebuilt."""
 
     scheme: Literal["auto", "none", "partner", "xor", "rs"] = Field(
         default="auto",
-        description="partner: a copy on another node; xor: a set survives the loss of one node; rs: of two;"
-        " auto: xor where the nodes allow it",
+        description="partner: a copy on another node; xor: an erasure set survives the loss of one node;"
+        " rs: of two nodes; auto: xor where the nodes allow it",
     )
-    set_size: int = Field(default=8, ge=2, le=64, description="nodes of an erasure set, about")
+    set_size: int = Field(default=8, ge=2, le=64, description="approximate number of nodes in an erasure set")
     bandwidth_MBps: float | None = Field(
-        default=None, gt=0, description="the most that a node sends to others; default: no limit"
+        default=None, gt=0, description="limit on what a node sends to other nodes; default: no limit"
     )
     survive: str | None = Field(
         default=None,
         pattern=r"^[a-z][a-z0-9_-]{0,31}$",
-        description="the level of the fabric whose loss must be survived (node, leaf, …); a placement that"
-        " cannot do that is refused. Default: the highest that the placement allows",
+        description="fabric level whose loss must be survived (node, leaf, ...); a placement that cannot"
+        " is refused. Default: the highest level that the placement allows",
     )
 
 
 class ObjectSpec(_CheckpointSection):
-    """Copies in an object store, by fsspec."""
+    """Copies in an object store, through fsspec."""
 
-    url: _Url = Field(description="where: s3://BUCKET/PREFIX, or any other scheme that fsspec knows")
+    url: _Url = Field(description="destination: s3://BUCKET/PREFIX, or another scheme that fsspec supports")
     every: int = Field(
         default=0,
         ge=0,
-        description="steps between copies; 0: every durable save. A multiple of `durable.every`",
+        description="steps between copies; 0: copy every durable save. Must be a multiple of `durable.every`",
     )
-    keep: int = Field(default=2, ge=1, description="newest copies kept")
+    keep: int = Field(default=2, ge=1, description="number of newest copies to keep")
     endpoint: str | None = Field(
-        default=None, description="URL of a store that is not Amazon's (Ceph, MinIO)"
+        default=None, description="URL of an S3-compatible store other than Amazon's (Ceph, MinIO)"
     )
 
 
@@ -84,82 +84,85 @@ class DurableSpec(_CheckpointSection):
     """Saves in the run directory, on the file system that all nodes share."""
 
     every: int = Field(
-        default=0, ge=0, description="steps between those that go there; 0: every save. A multiple of `every`"
+        default=0,
+        ge=0,
+        description="steps between durable saves; 0: every save. Must be a multiple of `every`",
     )
     pool: str | None = Field(
         default=None, pattern=r"^[A-Za-z0-9._-]{1,15}$", description="Lustre pool of OSTs"
     )
     stripes: int | None = Field(
-        default=None, ge=1, le=2000, description="Lustre stripes of a file; default: by its size"
+        default=None, ge=1, le=2000, description="Lustre stripes per file; default: chosen by file size"
     )
     keep_default_below: str = Field(
         default="64G",
         pattern=r"^[0-9]+(\.[0-9]+)?[KMGT]?$",
-        description="smaller files keep the layout that the site gives to new files",
+        description="files smaller than this keep the site's default layout",
     )
     direct: bool | None = Field(
         default=None,
-        description="write past the page cache (O_DIRECT), which leaves more of the memory's bandwidth to"
-        " training; null: on ext4 and xfs",
+        description="bypass the page cache (O_DIRECT), which leaves more memory bandwidth to training;"
+        " null: only on ext4 and xfs",
     )
 
 
 class CheckpointSpec(_CheckpointSection):
-    """When the state is saved, which levels it goes through, and how many saves are kept."""
+    """When to save, through which tiers, and how many saves to keep."""
 
     every: _Every = Field(
         default="auto",
-        description="steps between saves; auto: by the clock, as often as the measured cost of a save allows,"
-        " 5 minutes to an hour apart; 0: only at a signal and at the end",
+        description="steps between saves; auto: by time, as often as the measured cost of a save allows,"
+        " every 5 minutes to 1 hour; 0: only on a signal and at the end",
     )
-    keep: int = Field(default=2, ge=1, description="newest durable saves kept")
+    keep: int = Field(default=2, ge=1, description="number of newest durable saves to keep")
     keep_every: int = Field(
-        default=0, ge=0, description="besides, keep durable saves whose step is a multiple of this; 0: none"
+        default=0, ge=0, description="also keep durable saves whose step is a multiple of this; 0: none"
     )
     at_end: bool = Field(default=True, description="save after the last step")
     memory: int = Field(
         default=0,
         ge=0,
         le=2,
-        description="saves held in the memory of each node (two let training go on while one is stored;"
-        " with one, every save goes on to the run directory); 0: ranks write to the run directory themselves,"
-        " and wait for it",
+        description="saves held in each node's memory (with 2, training continues while one is being"
+        " stored; with 1, every save also goes to the run directory); 0: ranks write to the run directory"
+        " themselves and wait for it",
     )
     local: ExpandablePath | None = Field(
         default=None,
-        description="a directory on each node's own disk that also gets every save. Emptied when the run is"
-        " done and its newest state is in the run directory; after any other end it is left to the site,"
-        " which mostly empties it after the job",
+        description="directory on each node's own disk that also receives every save. Emptied when the"
+        " run is done and its newest state is in the run directory; after any other end it is left to the"
+        " site, which usually empties it after the job",
     )
     parity: ParitySpec = Field(
-        default=ParitySpec(), description="survive lost nodes without the run directory"
+        default=ParitySpec(),
+        description="parity on other nodes, to survive lost nodes without the run directory",
     )
     replicate_to_spares: bool | None = Field(
         default=None,
-        description="spares copy the newest save out of the memory of other nodes ahead of time, as far as"
-        " half of their own memory holds it, so that a lost node costs no save and no rebuilding; null:"
-        " wherever `memory` is not 0 and the job has spares",
+        description="spares copy the newest save from the memory of other nodes in advance, using at"
+        " most half of their own memory, so that a lost node costs no rebuilding; null: whenever `memory`"
+        " is not 0 and the job has spares",
     )
-    durable: DurableSpec = Field(default=DurableSpec(), description="the run directory")
-    object: ObjectSpec | None = Field(default=None, description="an object store")
+    durable: DurableSpec = Field(default=DurableSpec(), description="saves in the run directory")
+    object: ObjectSpec | None = Field(default=None, description="copies in an object store")
     on_backlog: Literal["wait", "skip", "degrade"] = Field(
         default="wait",
-        description="a save is due and the one before is not stored yet: wait for it, leave this save out,"
-        " or let the older one go no further than it has come",
+        description="what to do when a save is due while the previous one is still being stored: wait"
+        " for it, skip the new save, or degrade: stop flushing the older one where it is",
     )
     flush_duty: float = Field(
         default=0.25,
         ge=0,
         le=1,
-        description="the part of the time between saves over which a node's worker may spread hashing and"
-        " writing, with rests between, so that training does not feel it; it rests no more once somebody"
-        " waits for a save. 0: as fast as it can",
+        description="fraction of the time between saves over which hashing and writing are spread, with"
+        " pauses, so that training does not slow down; pauses end when a rank waits for a save. 0: as fast"
+        " as possible",
     )
     max_durable_age: _Limit | None = Field(
-        default=None, description="the longest time without a new durable save; null: no limit"
+        default=None, description="longest time without a new durable save; null: no limit"
     )
     durability_action: Literal["alert", "stop"] = Field(
-        default="alert", description="what happens when it has passed"
+        default="alert", description="what to do when `max_durable_age` is exceeded"
     )
 
     @property

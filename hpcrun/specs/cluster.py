@@ -31,41 +31,43 @@ class _ClusterSection(BaseModel):
 
 
 class PartitionSpec(_ClusterSection):
-    """One partition: what its nodes have, and the most that a job may ask of it."""
+    """One partition: what its nodes have, and the limits of a job."""
 
-    default: bool = Field(default=False, description="taken when a job names none; one at most")
+    default: bool = Field(default=False, description="used when a job names no partition; at most one")
     max_time: TimeText | None = Field(default=None, description="longest time limit, such as 2-00:00:00")
-    max_nodes: int | None = Field(default=None, ge=1, description="most nodes of a job")
-    gpus_per_node: int | None = Field(default=None, ge=0, description="GPUs of a node")
-    gpu_type: SystemName | None = Field(default=None, description="the type's name in Slurm, such as h100")
-    cpus_per_node: int | None = Field(default=None, ge=1, description="CPUs of a node")
-    mem_per_node: MemoryText | None = Field(default=None, description="memory of a node, such as 2000G")
-    exclusive: bool = Field(default=False, description="ask for whole nodes")
+    max_nodes: int | None = Field(default=None, ge=1, description="largest number of nodes per job")
+    gpus_per_node: int | None = Field(default=None, ge=0, description="GPUs per node")
+    gpu_type: SystemName | None = Field(
+        default=None, description="Slurm's name of the GPU type, such as h100"
+    )
+    cpus_per_node: int | None = Field(default=None, ge=1, description="CPUs per node")
+    mem_per_node: MemoryText | None = Field(default=None, description="memory per node, such as 2000G")
+    exclusive: bool = Field(default=False, description="request whole nodes")
     qos: SystemName | None = Field(default=None, description="quality of service when a job names none")
 
 
 class GpuSpec(_ClusterSection):
-    """How GPUs are asked for."""
+    """How GPUs are requested."""
 
     request: Literal["gpus-per-node", "gres", "gpus", "gpus-per-task", "none"] = Field(
         default="gpus-per-node",
-        description="the sbatch option: --gpus-per-node=[TYPE:]N, --gres=gpu[:TYPE]:N, --gpus=[TYPE:]N of all"
-        " nodes together, which Slurm may share out unevenly, or --gpus-per-task, which hides peers from each"
-        " other",
+        description="sbatch option: --gpus-per-node=[TYPE:]N, --gres=gpu[:TYPE]:N, --gpus=[TYPE:]N"
+        " (total over all nodes, which Slurm may distribute unevenly), or --gpus-per-task (hides GPUs of a"
+        " node from each other)",
     )
-    typed: bool = Field(default=False, description="put the partition's gpu_type into the request")
-    bind: str | None = Field(default="none", description="srun --gpu-bind; null: say nothing")
+    typed: bool = Field(default=False, description="include the partition's gpu_type in the request")
+    bind: str | None = Field(default="none", description="srun --gpu-bind; null: omit")
 
 
 class MpiSpec(_ClusterSection):
     """The MPI library of the ranks, and what starts them."""
 
     library: Literal["mpich", "openmpi", "intel", "cray", "none"] = Field(
-        default="mpich", description="what mpi4py picks at run time"
+        default="mpich", description="MPI that mpi4py loads at run time"
     )
     libmpi: ExpandablePath | None = Field(default=None, description="path of the library (MPI4PY_LIBMPI)")
     pmi: Literal["pmi2", "pmix", "pmix_v3", "pmix_v4", "pmix_v5", "cray_shasta", "none"] = Field(
-        default="pmi2", description="srun --mpi; mpich speaks pmi2, Open MPI pmix"
+        default="pmi2", description="srun --mpi: pmi2 for MPICH, pmix for Open MPI"
     )
     launcher: Literal["hydra", "srun", "mpirun"] = Field(default="hydra", description="what starts the ranks")
 
@@ -73,75 +75,85 @@ class MpiSpec(_ClusterSection):
 class PythonSpec(_ClusterSection):
     """The interpreter on the compute nodes."""
 
-    path: ExpandablePath | None = Field(default=None, description="default: the one that submits")
-    checks: list[str] = Field(default=[], description="modules that must import there, such as torch")
+    path: ExpandablePath | None = Field(default=None, description="default: the interpreter that submits")
+    checks: list[str] = Field(default=[], description="modules that must be importable there, such as torch")
 
 
 class ContainerSpec(_ClusterSection):
     """How ranks run in containers; supervisor and agents stay outside."""
 
     runtime: Literal["pyxis", "apptainer", "singularity", "none"] = Field(default="none")
-    mounts: list[str] = Field(default=[], description="SOURCE:TARGET[:ro], for every job")
-    options: list[str] = Field(default=[], description="further words for the runtime")
+    mounts: list[str] = Field(default=[], description="SOURCE:TARGET[:ro], added to every job")
+    options: list[str] = Field(default=[], description="extra arguments for the runtime")
 
 
 class ModulesSpec(_ClusterSection):
     """Environment modules."""
 
     init: list[str] = Field(default=[], description="shell lines that define `module`; the admin's code")
-    purge: bool = Field(default=False, description="`module purge` first")
+    purge: bool = Field(default=False, description="run `module purge` first")
     load: list[ModuleName] = Field(default=[], description="loaded for every job, before the job's own")
 
 
 class NetworkSpec(_ClusterSection):
-    """What traffic between nodes runs over."""
+    """The network between nodes."""
 
     interface: SystemName | None = Field(default=None, description="IP interface, such as ib0 or eth0")
     hcas: list[SystemName] = Field(default=[], description="InfiniBand or RoCE devices, such as mlx5_0")
     fabric_suffix: str = Field(
-        default="", pattern=r"^[A-Za-z0-9.-]*$", description="added to a node's name for its fabric address"
+        default="",
+        pattern=r"^[A-Za-z0-9.-]*$",
+        description="suffix that turns a node's name into its fabric address",
     )
     fabric: SystemName | None = Field(
-        default=None, description="its kind, such as infiniband or roce-spectrum; see `hpcrun tune checklist`"
+        default=None,
+        description="fabric type, such as infiniband or roce-spectrum; see `hpcrun tune checklist`",
     )
     traffic_class: int | None = Field(
-        default=None, ge=0, le=255, description="RoCE: the byte of the lossless class, DSCP x 4 + ECN bits"
+        default=None,
+        ge=0,
+        le=255,
+        description="RoCE: traffic class byte of the lossless class (DSCP x 4 + ECN bits)",
     )
     service_level: int | None = Field(
-        default=None, ge=0, le=15, description="InfiniBand: service level of jobs"
+        default=None, ge=0, le=15, description="InfiniBand: service level for jobs"
     )
     adaptive_routing_levels: list[Annotated[int, Field(ge=0, le=15)]] = Field(
         default=[], description="InfiniBand: service levels that the subnet manager routes adaptively"
     )
     address_family: Literal["ipv4", "ipv6"] | None = Field(
-        default=None, description="RoCE: the addresses that adapters have; default: what NCCL takes, ipv4"
+        default=None, description="RoCE: address family of the adapters; default: NCCL's default, ipv4"
     )
     address_range: str | None = Field(
         default=None,
         pattern=r"^[0-9A-Fa-f.:]+/[0-9]{1,3}$",
-        description="RoCE: the network of these, 10.1.0.0/16",
+        description="RoCE: network of the adapters' addresses, such as 10.1.0.0/16",
     )
     nccl_topology: ExpandablePath | None = Field(
-        default=None, description="NCCL's topology file for this kind of (virtual) machine"
+        default=None, description="NCCL topology file for this type of (virtual) machine"
     )
     reports: ExpandablePath | None = Field(
         default=None,
-        description="what `hpcrun doctor --all --json` has told of the nodes, for values by node",
+        description="output of `hpcrun doctor --all --json`, for per-node values",
     )
     policy: ExpandablePath | None = Field(
-        default=None, description="what `hpcrun tune policy add` has written: tuning by measured gain"
+        default=None, description="file written by `hpcrun tune policy add`: settings with measured gain"
     )
 
 
 class LevelSpec(_ClusterSection):
-    """One level of the network, from the node upwards."""
+    """One level of the network, counted from the node."""
 
     name: SystemName = Field(description="leaf, spine, core, ...")
-    bandwidth_GBps: float = Field(gt=0, description="of one node's link at this level, one direction")
-    oversubscription: float = Field(
-        default=1.0, ge=1, description="of the links into this level: traffic below over capacity"
+    bandwidth_GBps: float = Field(
+        gt=0, description="bandwidth of one node's link at this level, one direction"
     )
-    latency_us: float | None = Field(default=None, gt=0, description="added by this level, one way")
+    oversubscription: float = Field(
+        default=1.0,
+        ge=1,
+        description="oversubscription of the links into this level: traffic from below over capacity",
+    )
+    latency_us: float | None = Field(default=None, gt=0, description="latency added by this level, one way")
 
 
 class TopologySpec(_ClusterSection):
@@ -149,44 +161,52 @@ class TopologySpec(_ClusterSection):
 
     source: Literal["slurm", "file", "table", "names", "none"] = Field(
         default="slurm",
-        description="scontrol, a topology file, the table here, node names, or one flat switch",
+        description="where the topology comes from: scontrol, a topology file, the table here, node"
+        " names, or flat: one switch",
     )
     file: ExpandablePath | None = Field(
-        default=None, description="topology.conf or topology.yaml, for `file`"
+        default=None, description="topology.conf or topology.yaml; with source: file"
     )
     table: dict[SystemName, str | dict[SystemName, str | dict[SystemName, str]]] | None = Field(
         default=None,
-        description="leaves with their nodes, {leaf1: n[01-04]}, or spines with leaves, for `table`",
+        description="leaves with their nodes, {leaf1: n[01-04]}, or spines with their leaves; with"
+        " source: table",
     )
     pattern: str | None = Field(
-        default=None, description="regular expression on node names with a group `leaf`, for `names`"
+        default=None, description="regular expression on node names with a group `leaf`; with source: names"
     )
-    levels: list[LevelSpec] = Field(default=[], description="from the leaf upwards")
+    levels: list[LevelSpec] = Field(default=[], description="levels from the leaf upwards")
 
 
 class FileSystemSpec(_ClusterSection):
     """One file system as jobs see it."""
 
-    path: ExpandablePath = Field(description="where it is; $USER and ~ are replaced")
+    path: ExpandablePath = Field(description="mount point or directory; $USER and ~ are expanded")
     kind: Literal["lustre", "gpfs", "beegfs", "nfs", "weka", "local", "other"] = Field(default="other")
     shared: bool = Field(default=True, description="the same on login and compute nodes")
-    purged_days: int | None = Field(default=None, ge=1, description="files older than this are removed")
-    node_write_GBps: float | None = Field(default=None, gt=0, description="what one node can write to it")
-    write_GBps: float | None = Field(default=None, gt=0, description="what a job can write to it, all nodes")
+    purged_days: int | None = Field(
+        default=None, ge=1, description="files older than this many days are removed by the site"
+    )
+    node_write_GBps: float | None = Field(default=None, gt=0, description="write bandwidth of one node")
+    write_GBps: float | None = Field(
+        default=None, gt=0, description="write bandwidth of one job over all its nodes"
+    )
 
 
 class ClusterSpec(_ClusterSection):
     """A cluster's profile."""
 
-    name: SystemName = Field(description="the cluster, as jobs name it")
-    default: bool = Field(default=False, description="taken when a job names no cluster")
+    name: SystemName = Field(description="name by which jobs select the cluster")
+    default: bool = Field(default=False, description="used when a job names no cluster")
     slurm_cluster: SystemName | None = Field(default=None, description="sbatch -M; null: the local one")
     slurm_version: str | None = Field(
         default=None, pattern=r"^[0-9]{2}\.[0-9]{2}(\.[0-9]+)?$", description="such as 24.05, in quotes"
     )
-    slurm_module: ModuleName | None = Field(default=None, description="module that holds the Slurm commands")
+    slurm_module: ModuleName | None = Field(
+        default=None, description="environment module that provides the Slurm commands"
+    )
     account: SystemName | None = Field(default=None, description="account when a job names none")
-    partitions: dict[SystemName, PartitionSpec] = Field(default={}, description="by name")
+    partitions: dict[SystemName, PartitionSpec] = Field(default={}, description="partitions by name")
     gpus: GpuSpec = GpuSpec()
     mpi: MpiSpec = MpiSpec()
     python: PythonSpec = PythonSpec()
@@ -195,26 +215,30 @@ class ClusterSpec(_ClusterSection):
     network: NetworkSpec = NetworkSpec()
     topology: TopologySpec = TopologySpec()
     file_systems: dict[SystemName, FileSystemSpec] = Field(
-        default={}, description="by name: scratch, home, ..."
+        default={}, description="file systems by name: scratch, home, ..."
     )
     preflight: SitePreflightSpec = SitePreflightSpec()
-    quota: list[str] = Field(default=[], description="command that prints the user's quota, as words")
-    root: ExpandablePath | None = Field(default=None, description="where run directories are made")
-    log_roots: list[ExpandablePath] = Field(default=[], description="places for run directories; empty: any")
-    setup: list[str] = Field(default=[], description="shell lines before the job; the admin's code")
-    teardown: list[str] = Field(default=[], description="shell lines after the job; the admin's code")
+    quota: list[str] = Field(
+        default=[], description="command that prints the user's quota, as a list of words"
+    )
+    root: ExpandablePath | None = Field(default=None, description="directory for run directories")
+    log_roots: list[ExpandablePath] = Field(
+        default=[], description="directories in which run directories may be made; empty: anywhere"
+    )
+    setup: list[str] = Field(default=[], description="shell lines to run before the job; the admin's code")
+    teardown: list[str] = Field(default=[], description="shell lines to run after the job; the admin's code")
     env: Annotated[dict[VariableName, str | None], AfterValidator(keep_required_variables)] = Field(
-        default={}, description="environment of every job; null: unset; the job's own wins"
+        default={}, description="environment of every job; null unsets a variable; the job's own values win"
     )
     env_deny: list[VariablePattern] = Field(
         default=[],
-        description="variables that no job inherits from where it is submitted, as shell patterns such as"
+        description="variables that no job inherits from the submitting shell, as shell patterns such as"
         " TRITON_CACHE_DIR or *_CACHE_PATH",
     )
 
     telemetry: SiteTelemetrySpec = SiteTelemetrySpec()
     hooks: HookList = Field(
-        default=[], description="called for every run, beside the job's; the admin's code"
+        default=[], description="programs to call for every run, in addition to the job's; the admin's code"
     )
 
     @property

@@ -18,7 +18,7 @@ class DataSpec(BaseModel):
     text: str | None = Field(
         default=None,
         min_length=1,
-        description="text file or directory, one token a byte; python-stdlib: the sources of Python itself",
+        description="text file or directory, one token per byte; python-stdlib: Python's own sources",
     )
     tokens: str | None = Field(
         default=None, min_length=1, description="token file (FILE.bin) made by `hpcrun data prepare`"
@@ -26,16 +26,16 @@ class DataSpec(BaseModel):
     pattern: str = Field(
         default="*",
         min_length=1,
-        description="which files of a text directory: *.txt at any depth, books/*.txt in such a directory",
+        description="which files of a text directory: *.txt at any depth, books/*.txt in that directory",
     )
-    seq_len: int = Field(default=256, gt=0, description="tokens in a training sequence")
+    seq_len: int = Field(default=256, gt=0, description="tokens per training sequence")
     holdout: float = Field(
-        default=0.02, ge=0, lt=1, description="share of the sequences kept for evaluation; 0: none"
+        default=0.02, ge=0, lt=1, description="fraction of sequences held out for evaluation; 0: none"
     )
     dtype: Literal["uint16", "uint32"] | None = Field(
-        default=None, description="type of the tokens in a file that has no FILE.bin.json beside it"
+        default=None, description="token type of a file without FILE.bin.json next to it"
     )
-    shuffle: bool = Field(default=True, description="a new random order every epoch; false: as stored")
+    shuffle: bool = Field(default=True, description="new random order every epoch; false: in stored order")
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSpec:

@@ -12,19 +12,22 @@ if TYPE_CHECKING:
 
 
 class ElasticSpec(BaseModel):
-    """Going on with fewer data-parallel replicas when nodes are lost and no spare is left."""
+    """Continue with fewer data-parallel replicas when nodes are lost and no spare is left."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     min_replicas: int = Field(
-        default=1, ge=1, description="replicas (of dp_replicate · dp_shard) below which it does not go on"
+        default=1,
+        ge=1,
+        description="smallest number of replicas (of dp_replicate · dp_shard) to continue with",
     )
     batch: Literal["keep", "shrink"] = Field(
         default="keep",
-        description="keep: the same global batch, shared by those that are left; shrink: in proportion",
+        description="keep: same global batch, shared by the remaining replicas; shrink: proportional to"
+        " the replicas",
     )
     lr: Literal["keep", "linear", "sqrt"] = Field(
-        default="keep", description="with batch shrink: how the learning rate follows the global batch"
+        default="keep", description="with batch: shrink, how the learning rate follows the global batch"
     )
 
     def lr_factor(self, gbs: int, whole_gbs: int) -> float:

@@ -62,9 +62,9 @@ class ParallelSpec(_JobSection):
 
     pp: int = Field(default=1, ge=1, description="pipeline stages (ranks along the layers)")
     dp_replicate: int = Field(default=1, ge=1, description="full replicas of the (sharded) model")
-    dp_shard: int = Field(default=1, ge=1, description="ranks that share one replica's states (FSDP)")
+    dp_shard: int = Field(default=1, ge=1, description="ranks that share the states of one replica (FSDP)")
     cp: int = Field(default=1, ge=1, description="context parallel: ranks along the sequence")
-    tp: int = Field(default=1, ge=1, description="tensor and sequence parallel: ranks inside a layer")
+    tp: int = Field(default=1, ge=1, description="tensor and sequence parallel: ranks within a layer")
     ep: int = Field(default=1, ge=1, description="expert parallel")
     zero: int | None = Field(
         default=None,
@@ -77,10 +77,12 @@ class ParallelSpec(_JobSection):
     virtual_stages: int | None = Field(
         default=None,
         ge=1,
-        description="stages a rank holds; default 2 for interleaved and zero_bubble, else 1",
+        description="stages per rank; default 2 for interleaved and zero_bubble, else 1",
     )
     microbatches: int | None = Field(
-        default=None, ge=1, description="microbatches a step and data rank; gbs = mbs · microbatches · dp"
+        default=None,
+        ge=1,
+        description="microbatches per step and data-parallel rank; gbs = mbs · microbatches · dp",
     )
 
 
@@ -88,53 +90,60 @@ class LrScalingSpec(_JobSection):
     """Scale the learning rate with the global batch: lr · (gbs/base_gbs), or its square root."""
 
     rule: Literal["linear", "sqrt"]
-    base_gbs: int = Field(ge=1, description="the global batch that `lr` was chosen for")
+    base_gbs: int = Field(ge=1, description="global batch for which `lr` was chosen")
 
 
 class EvalSpec(_JobSection):
     """Loss on the held-out share of the data."""
 
-    every: int = Field(default=0, ge=0, description="steps between evaluations; 0: only before and after")
-    sequences: int | None = Field(default=None, ge=1, description="how many held-out sequences; default all")
+    every: int = Field(
+        default=0, ge=0, description="steps between evaluations; 0: only before and after training"
+    )
+    sequences: int | None = Field(
+        default=None, ge=1, description="number of held-out sequences to evaluate; default: all"
+    )
 
 
 class ProfileSpec(_JobSection):
     """A window of steps recorded by torch's profiler, one trace file a rank."""
 
-    start: int = Field(ge=1, description="first step recorded")
-    steps: int = Field(default=3, ge=1, description="how many steps")
-    ranks: list[Annotated[int, Field(ge=0)]] = Field(
-        default=[0], min_length=1, description="which ranks record"
-    )
+    start: int = Field(ge=1, description="first step to record")
+    steps: int = Field(default=3, ge=1, description="number of steps to record")
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1, description="ranks to record")
 
 
 class TrainSpec(_JobSection):
-    """The optimisation: how long, how much a step, which schedule."""
+    """Optimization: number of steps, batch sizes, schedule."""
 
     steps: int = Field(default=100, ge=1, description="optimizer steps")
-    mbs: int = Field(default=1, ge=1, description="sequences a microbatch")
+    mbs: int = Field(default=1, ge=1, description="sequences per microbatch")
     gbs: int | None = Field(
-        default=None, ge=1, description="sequences a step; default mbs · microbatches · dp"
+        default=None, ge=1, description="sequences per step; default mbs · microbatches · dp"
     )
     lr: float = Field(default=3e-4, gt=0, description="peak learning rate")
     lr_scaling: LrScalingSpec | None = Field(default=None, description="scale lr with the global batch")
-    min_lr: float = Field(default=0.1, ge=0, le=1, description="final learning rate as a share of the peak")
-    warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    schedule: Literal["cosine", "wsd", "constant"] = Field(default="cosine", description="after the warm-up")
-    decay: float = Field(default=0.1, gt=0, le=1, description="share of the steps that wsd decays over")
-    weight_decay: float = Field(default=0.1, ge=0, description="AdamW")
-    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
-        default=[0.9, 0.95], min_length=2, max_length=2, description="the two of AdamW"
+    min_lr: float = Field(
+        default=0.1, ge=0, le=1, description="final learning rate as a fraction of the peak"
     )
-    eps: float = Field(default=1e-8, gt=0, description="AdamW")
+    warmup: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        default="cosine", description="learning-rate schedule after the warm-up"
+    )
+    decay: float = Field(default=0.1, gt=0, le=1, description="fraction of the steps over which wsd decays")
+    weight_decay: float = Field(default=0.1, ge=0, description="AdamW weight decay")
+    betas: list[Annotated[float, Field(ge=0, lt=1)]] = Field(
+        default=[0.9, 0.95], min_length=2, max_length=2, description="AdamW betas"
+    )
+    eps: float = Field(default=1e-8, gt=0, description="AdamW epsilon")
     grad_clip: float | None = Field(default=1.0, gt=0, description="largest global gradient norm; null: none")
     precision: Literal["fp32", "bf16", "fp64"] = Field(
-        default="fp32", description="of compute; bf16 keeps fp32 weights and reductions; fp64 is for checking"
+        default="fp32",
+        description="compute precision; bf16 keeps fp32 weights and reductions; fp64 is for checking",
     )
     recompute: Literal["none", "selective", "full"] = Field(
-        default="none", description="activations again in backward"
+        default="none", description="recompute activations in the backward pass"
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="of weights and data order")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the weights and the data order")
     eval: EvalSpec = Field(default=EvalSpec())
     compile: bool = Field(default=False, description="torch.compile each block (needs a C++ compiler)")
     profile: ProfileSpec | None = Field(default=None, description="record a window of steps; null: none")
@@ -149,59 +158,67 @@ class JobSpec(_JobSection):
     """A job file, resolved."""
 
     name: str = Field(
-        default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="letters, digits, . _ -"
+        default="run",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+        description="name of the run: letters, digits, . _ -",
     )
-    model: ModelSpec | None = Field(default=None, description="a preset's name, sizes, or hf: DIR")
+    model: ModelSpec | None = Field(default=None, description="preset name, sizes, or hf: DIR")
     data: DataSpec | None = Field(default=None, description="text: PATH or tokens: FILE")
-    parallel: ParallelSpec = Field(default=ParallelSpec(), description="the layout")
-    train: TrainSpec = Field(default=TrainSpec(), description="the optimisation")
-    checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="saved states")
-    resources: ResourcesSpec = Field(default=ResourcesSpec(), description="what is asked of the cluster")
+    parallel: ParallelSpec = Field(default=ParallelSpec(), description="parallel layout")
+    train: TrainSpec = Field(default=TrainSpec(), description="optimization")
+    checkpoint: CheckpointSpec = Field(default=CheckpointSpec(), description="when and where to save")
+    resources: ResourcesSpec = Field(
+        default=ResourcesSpec(), description="resources to request from the cluster"
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto takes cuda only when every local rank has a GPU of its own"
+        default="auto", description="auto uses cuda only when every local rank has its own GPU"
     )
     env: Annotated[dict[_Variable, NoNulText | None], AfterValidator(keep_required_variables)] = Field(
         default={},
-        description="environment of the ranks: names of letters, digits, _ with text values; null: unset",
+        description="environment of the ranks: names of letters, digits, _ with text values; null unsets"
+        " a variable",
     )
     env_deny: list[VariablePattern] = Field(
         default=[],
-        description="variables that are not inherited from where the job is submitted, as shell patterns such"
-        " as TRITON_CACHE_DIR or *_CACHE_PATH; beside the profile's",
+        description="variables not to inherit from the submitting shell, as shell patterns such as"
+        " TRITON_CACHE_DIR or *_CACHE_PATH; in addition to the profile's",
     )
     modules: list[ModuleName] = Field(
         default=[], description="environment modules to load, such as cuda/12.4, after the profile's"
     )
     python: AbsolutePath | None = Field(
         default=None,
-        description="interpreter on the compute nodes, an absolute path; default: the profile's, else the one"
-        " here",
+        description="absolute path of the interpreter on the compute nodes; default: the profile's or this one",
     )
-    container: JobContainerSpec | None = Field(default=None, description="what the ranks run in")
+    container: JobContainerSpec | None = Field(default=None, description="container for the ranks")
     secrets: dict[_Variable, Annotated[SingleLineText, Field(min_length=1)]] = Field(
-        default={}, description="environment of the ranks from files that you alone may read: NAME: PATH"
+        default={}, description="environment of the ranks from files that only you may read: NAME: PATH"
     )
     retry: RetrySpec | None = Field(
         default=None,
-        description="when to go on by itself; default for training: from a save. A command says with exit"
-        " code 75 that it has saved",
+        description="when to continue automatically; default for training: whenever there is a save. A"
+        " command reports with exit code 75 that it has saved",
     )
-    watch: WatchSpec = Field(default=WatchSpec(), description="when no progress is a hang; slow nodes")
+    watch: WatchSpec = Field(
+        default=WatchSpec(), description="when missing progress counts as a hang; slow nodes"
+    )
     preflight: PreflightSelection = Field(
-        default=True, description="check nodes before an attempt; a list: but these"
+        default=True, description="check nodes before an attempt; a list: only these checks"
     )
-    telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="who else gets its figures")
-    hooks: HookList = Field(default=[], description="programs to call when its state changes")
-    elastic: ElasticSpec | None = Field(default=None, description="go on with fewer replicas; default: never")
+    telemetry: TelemetrySpec = Field(default=TelemetrySpec(), description="where else to send metrics")
+    hooks: HookList = Field(default=[], description="programs to call when the state of the run changes")
+    elastic: ElasticSpec | None = Field(
+        default=None, description="continue with fewer replicas; default: never"
+    )
     sweep: SweepSpec | None = Field(default=None, description="values to try, each in a run of its own")
     cluster: SystemName | None = Field(
         default=None,
-        description="name of a profile (letters, digits, . _ -); local: here, without Slurm; default: the"
-        " default profile",
+        description="name of a profile (letters, digits, . _ -); local: on this machine, without Slurm;"
+        " default: the default profile",
     )
     command: Annotated[list[NoNulText], Field(min_length=1), AfterValidator(_program_first)] | None = Field(
         default=None,
-        description="a program of one's own, started once a rank, instead of model, data and train",
+        description="any command, started once per rank, in place of model, data and train",
     )
 
     @property

@@ -72,18 +72,18 @@ class ModelSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    vocab: int = Field(gt=0, description="size of the vocabulary")
+    vocab: int = Field(gt=0, description="vocabulary size")
     hidden: int = Field(gt=0, description="width of the residual stream")
-    ffn: int = Field(gt=0, description="width inside the gated feed-forward")
+    ffn: int = Field(gt=0, description="width of the gated feed-forward")
     layers: int = Field(gt=0, description="number of blocks")
     heads: int = Field(gt=0, description="query heads")
-    kv_heads: int = Field(gt=0, description="key and value heads; heads must be a multiple")
+    kv_heads: int = Field(gt=0, description="key and value heads; must divide heads")
     head_dim: int = Field(gt=0, description="width of a head; default hidden / heads")
     rope_theta: float = Field(default=10000.0, gt=0, description="base of the rotary frequencies")
     rope_scaling: RopeScaling | None = Field(default=None, description="Llama 3 scaling of long contexts")
     norm_eps: float = Field(default=1e-5, gt=0, description="epsilon of RMSNorm")
-    tied: bool = Field(default=False, description="output head shares the embedding's weight")
-    context: int = Field(default=8192, gt=0, description="longest sequence the model is meant for")
+    tied: bool = Field(default=False, description="share the embedding's weight with the output head")
+    context: int = Field(default=8192, gt=0, description="longest sequence that the model is meant for")
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of the initial weights")
     weights: str | None = Field(default=None, description="directory of safetensors to start from")
 

@@ -46,16 +46,19 @@ class SitePreflightSpec(BaseModel):
 
     checks: list[ExpandablePath] = Field(
         default=[],
-        description="programs that check a node before an attempt and end with 0 (fine), 1 (warning), 2 (bad:"
-        " the node is left out) or 3 (unknown), as for Nagios",
+        description="programs that check a node before an attempt; exit code 0: fine, 1: warning, 2: bad"
+        " (the node is left out), 3: unknown, as in Nagios",
     )
     timeout_s: float = Field(
-        default=5.0, gt=0, le=8, description="seconds that each has; what takes longer is unknown"
+        default=5.0,
+        gt=0,
+        le=8,
+        description="seconds allowed per check; a check that takes longer counts as unknown",
     )
     xids: dict[
         Annotated[int, Field(ge=1, le=9999)], Literal["ignore", "restart", "reset", "reboot", "look"]
     ] = Field(
         default={},
-        description="what the XIDs of NVIDIA's driver ask for here, where the site sees it otherwise than"
-        " NVIDIA's catalogue; reset and reboot leave the node out",
+        description="actions for XIDs of NVIDIA's driver where the site differs from NVIDIA's catalogue;"
+        " reset and reboot leave the node out",
     )

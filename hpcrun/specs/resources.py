@@ -122,66 +122,69 @@ class _ResourcesSection(BaseModel):
 
 
 class ResourcesSpec(_ResourcesSection):
-    """What is asked of the cluster."""
+    """Resources to request from the cluster."""
 
-    nodes: int = Field(default=1, ge=1, description="nodes of an attempt")
+    nodes: int = Field(default=1, ge=1, description="nodes per attempt")
     gpus_per_node: int | None = Field(
-        default=None, ge=0, description="GPUs asked of each node; default: as the partition's nodes have"
+        default=None, ge=0, description="GPUs to request per node; default: all of the partition's nodes"
     )
     ranks_per_node: int | None = Field(
-        default=None, ge=1, description="ranks on each node; default: the layout's over the nodes"
+        default=None, ge=1, description="ranks per node; default: from the layout and the nodes"
     )
-    cpus_per_rank: int | None = Field(default=None, ge=1, description="CPUs of each rank")
+    cpus_per_rank: int | None = Field(default=None, ge=1, description="CPUs per rank")
     spares: int = Field(default=0, ge=0, description="hot spare nodes")
     time: Annotated[TimeText, BeforeValidator(_as_text), parsed_by(_check_time_limit)] | None = Field(
         default=None, description="time limit, such as 90m, 12h, 1-00:00:00 or UNLIMITED; a number: minutes"
     )
     mem: Annotated[MemoryText, BeforeValidator(_as_text)] | None = Field(
-        default=None, description="memory of each node, such as 64G; a number: MiB; 0: all"
+        default=None, description="memory per node, such as 64G; a number: MiB; 0: all"
     )
     account: _NonEmptyLine | None = Field(default=None, description="Slurm account")
     partition: _NonEmptyLine | None = Field(
-        default=None, description="Slurm partition, or several with commas"
+        default=None, description="Slurm partition, or several separated by commas"
     )
     qos: _NonEmptyLine | None = Field(default=None, description="Slurm quality of service")
     constraint: _NonEmptyLine | None = Field(default=None, description="node features")
     reservation: _NonEmptyLine | None = Field(default=None, description="Slurm reservation")
     exclude: Annotated[str, parsed_by(expand_hosts)] | None = Field(
         default=None,
-        description="nodes not to be given, such as n[01-03]; those that do not exist are left out",
+        description="nodes to exclude, such as n[01-03]; names that do not exist are ignored",
     )
     exclusive: bool | None = Field(
-        default=None, description="whole nodes; default: as the partition's profile"
+        default=None, description="request whole nodes; default: as in the partition's profile"
     )
     placement: Literal["pack", "spread", "pin", "none"] = Field(
         default="pack",
-        description="which nodes: pack, near one another; spread, over leaf switches as far as Slurm gives"
-        " them; pin, those of nodelist; none, as Slurm likes",
+        description="how to choose nodes: pack (close together), spread (over as many leaf switches as"
+        " Slurm gives), pin (those of nodelist), none (leave it to Slurm)",
     )
     nodelist: Annotated[_NonEmptyLine, parsed_by(expand_hosts)] | None = Field(
-        default=None, description="with placement pin: nodes that must be among the job's, such as n[01-04]"
+        default=None, description="with placement: pin, nodes that the job must include, such as n[01-04]"
     )
     switches: int | None = Field(
         default=None,
         ge=1,
-        description="leaf switches at most; default: as few as can hold the nodes, where they are known",
+        description="maximum number of leaf switches; default: as few as can hold the nodes, where they"
+        " are known",
     )
     switches_wait: Annotated[TimeText, parsed_by(_check_switches_wait)] = Field(
-        default="10m", description="how long to wait for nodes under so few switches; then any are taken"
+        default="10m", description="how long to wait for nodes under that few switches before taking any"
     )
     segment: int | None = Field(
-        default=None, ge=1, description="nodes that must share a block; divides the nodes (Slurm 24.05)"
+        default=None,
+        ge=1,
+        description="nodes that must share a block; must divide the number of nodes (Slurm 24.05)",
     )
     topo_exclusive: bool = Field(
-        default=False, description="no other job under the same switch or in the block (Slurm 24.05)"
+        default=False, description="no other job under the same switch or in the same block (Slurm 24.05)"
     )
     sbatch: dict[
         Annotated[SbatchOptionName, AfterValidator(_require_free_option)],
         Annotated[str | int | bool | None, BeforeValidator(_option_value)],
     ] = Field(
         default={},
-        description="sbatch options without a key here, such as comment: text, by their long names without"
-        " dashes; true: without a value, null: left out",
+        description="sbatch options that have no key here, such as comment: text, by their long names"
+        " without dashes; true: without a value, null: omit",
     )
 
     @property
@@ -191,39 +194,41 @@ class ResourcesSpec(_ResourcesSection):
 
 
 class JobContainerSpec(_ResourcesSection):
-    """The container that the ranks run in; supervisor and agents stay outside."""
+    """Container for the ranks; supervisor and agents stay outside."""
 
-    image: SingleLineText = Field(min_length=1, description="image file or URI, as the runtime takes it")
+    image: SingleLineText = Field(min_length=1, description="image file or URI, as the runtime accepts it")
     runtime: Literal["pyxis", "apptainer", "singularity"] | None = Field(
-        default=None, description="what runs it; default: as the cluster's profile says"
+        default=None, description="container runtime; default: the cluster profile's"
     )
     mounts: list[Annotated[ContainerMount, parsed_by(_check_mount)]] = Field(
-        default=[], description="/SOURCE:/TARGET[:ro]; the run directory comes by itself"
+        default=[], description="/SOURCE:/TARGET[:ro]; the run directory is always mounted"
     )
     workdir: AbsolutePath | None = Field(
         default=None, description="working directory inside, an absolute path; default: the image's"
     )
-    options: list[SingleLineText] = Field(default=[], description="further words for the runtime")
+    options: list[SingleLineText] = Field(default=[], description="extra arguments for the runtime")
 
 
 class RetrySpec(_ResourcesSection):
-    """How often a run may go on by itself, for each cause: in the same allocation, else queued again."""
+    """How often a run may continue automatically, per cause: in the same allocation, else requeued."""
 
     time_limit: int | None = Field(
-        default=None, ge=0, description="after the time limit, from a save; null: any number of times"
+        default=None, ge=0, description="retries after the time limit, from a save; null: unlimited"
     )
     preemption: int | None = Field(
-        default=None, ge=0, description="after a preemption, from a save; null: any number of times"
+        default=None, ge=0, description="retries after a preemption, from a save; null: unlimited"
     )
-    crash: int = Field(default=3, ge=0, description="after ranks died, from the newest save")
-    hang: int = Field(default=3, ge=0, description="after ranks made no more progress, from the newest save")
+    crash: int = Field(default=3, ge=0, description="retries after ranks died, from the newest save")
+    hang: int = Field(
+        default=3, ge=0, description="retries after ranks stopped making progress, from the newest save"
+    )
     node: int | None = Field(
         default=None,
         ge=0,
-        description="after a node was lost; null: any number of times",
+        description="retries after a lost node; null: unlimited",
     )
     grace: Annotated[TimeText, parsed_by(_check_grace)] = Field(
-        default="2m", description="how long before the time limit the job is asked to save"
+        default="2m", description="how long before the time limit to ask the job to save"
     )
 
 
@@ -241,7 +246,9 @@ class SweepSpec(_ResourcesSection):
     )
     zip: _Values = Field(
         default={},
-        description="dotted keys with equally long lists; the first of each together, then the second, ...",
+        description="dotted keys with lists of equal length; the first of each, then the second, ...",
     )
-    list: _Rows = Field(default=[], description="mappings of dotted keys to values, each one element")
-    throttle: PositiveInt | None = Field(default=None, description="elements that run at one time; null: all")
+    list: _Rows = Field(default=[], description="mappings of dotted keys to values, one element each")
+    throttle: PositiveInt | None = Field(
+        default=None, description="elements to run at the same time; null: all"
+    )

@@ -30,7 +30,7 @@ class HookSpec(_TelemetrySection):
     """A program that is called when the state of a run changes, with a JSON document on its stdin."""
 
     command: Annotated[list[NoNulText], Field(min_length=1), AfterValidator(_program_first)] = Field(
-        description="the program and its arguments, as words; no shell reads them"
+        description="program and arguments, as a list of words; no shell is involved"
     )
     on: list[RunChange] = Field(default=[], description=f"of {', '.join(RUN_CHANGES)}; empty: every change")
 
@@ -39,38 +39,41 @@ HookList = Annotated[list[HookSpec], Field(max_length=_MOST_HOOKS)]
 
 
 class SiteTelemetrySpec(_TelemetrySection):
-    """Where Prometheus finds the figures of runs."""
+    """Where Prometheus finds the metrics of runs."""
 
     textfile: ExpandablePath | None = Field(
-        default=None, description="the textfile directory of the node_exporter on the supervisor's host"
+        default=None, description="textfile directory of the node_exporter on the supervisor's host"
     )
     port: int | None = Field(
-        default=None, ge=1, le=65535, description="HTTP port of /metrics; where it is taken, one of the next"
+        default=None,
+        ge=1,
+        le=65535,
+        description="HTTP port of /metrics; if it is taken, one of the next ports",
     )
     targets: ExpandablePath | None = Field(
-        default=None, description="directory for file_sd: a JSON file a run says where its /metrics is"
+        default=None, description="file_sd directory: one JSON file per run with the address of its /metrics"
     )
 
 
 class WandbSpec(_TelemetrySection):
-    """A run in Weights & Biases, which goes on through relaunches and requeues."""
+    """A run in Weights & Biases that continues through relaunches and requeues."""
 
     project: Annotated[SingleLineText, Field(min_length=1)] | None = Field(
-        default=None, description="its project"
+        default=None, description="W&B project"
     )
     entity: Annotated[SingleLineText, Field(min_length=1)] | None = Field(
         default=None, description="user or team"
     )
     group: Annotated[SingleLineText, Field(min_length=1)] | None = Field(
-        default=None, description="its group"
+        default=None, description="W&B group"
     )
     mode: Literal["online", "offline"] | None = Field(
-        default=None, description="default: online where there is a key (WANDB_API_KEY, ~/.netrc)"
+        default=None, description="default: online if there is a key (WANDB_API_KEY, ~/.netrc)"
     )
 
 
 class TelemetrySpec(SiteTelemetrySpec):
-    """Where the figures of a run go besides its own directory; what fails here never stops the run."""
+    """Where metrics go besides the run directory; a failure here never stops the run."""
 
     tensorboard: bool | ExpandablePath = Field(
         default=False, description="event files: true (RUN/tensorboard), or a directory with one for each run"

@@ -21,25 +21,25 @@ _Limit = Annotated[TimeText, parsed_by(_limited)]
 
 
 class WatchSpec(BaseModel):
-    """When ranks that report their progress are taken for hanging: learnt from what sections took before."""
+    """When ranks that report progress count as hanging, learnt from the past duration of sections."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
-    hangs: bool = Field(default=True, description="end an attempt that makes no more progress, and go on")
+    hangs: bool = Field(default=True, description="end an attempt that makes no progress, and continue")
     factor: float = Field(
-        default=5.0, ge=1.5, description="a section may take so many times its longest time so far"
+        default=5.0, ge=1.5, description="a section may take this many times its longest time so far"
     )
     floor: _Limit | None = Field(
         default=None,
-        description="a step may always take so long; default: 30s in training, 10m in a program of one's own",
+        description="a step may always take this long; default: 30s in training, 10m for a command",
     )
     slow: _Limit = Field(
         default="10m",
-        description="so may everything but steps (a save, an evaluation, compilation), and an attempt's first"
-        " steps",
+        description="other sections (save, evaluation, compilation) and the first steps of an attempt"
+        " may always take this long",
     )
     stragglers: Literal["off", "report", "replace"] = Field(
         default="report",
-        description="nodes that do a fixed piece of work slower than the others: name them, or also put a"
-        " spare in their place",
+        description="nodes that do a fixed piece of work more slowly than the others: report them, or"
+        " also replace them by a spare",
     )

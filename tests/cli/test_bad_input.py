@@ -147,7 +147,7 @@ def test_a_layout_that_does_not_come_out_even(
         ("parallel.cp=2", ["2 is not available in this version", "leave it out"]),
         ("parallel.ep=2", ["2 is not available"]),
         ("resources.nodes=2", ["2 nodes cannot share 1 rank evenly", "use 1"]),
-        ("resources.nodes=0", ["must be at least 1, not 0", "(nodes of an attempt)"]),
+        ("resources.nodes=0", ["must be at least 1, not 0", "(nodes per attempt)"]),
         ("resources.gpus_per_node=-1", ["must be at least 0, not -1"]),
         ("resources.time=4:xx", ["'4:xx' is no time; write 90m, 2h, 1d12h"]),
         ("resources.time='0'", ["0 is no limit at all to Slurm; write UNLIMITED"]),

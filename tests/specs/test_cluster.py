@@ -60,7 +60,7 @@ def test_a_name_is_enough() -> None:
         ),
         (
             "name: a\npartitions:\n  gpu: {max_nodes: 0}\n",
-            "p.yaml:3 partitions.gpu.max_nodes: must be at least 1, not 0 (most nodes of a job)",
+            "p.yaml:3 partitions.gpu.max_nodes: must be at least 1, not 0 (largest number of nodes per job)",
         ),
         (
             "name: a\npartitions:\n  gpu:\n    max_time: soon\n",
@@ -72,7 +72,7 @@ def test_a_name_is_enough() -> None:
         ),
         (
             "name: a\ntopology:\n  levels:\n    - {name: leaf, bandwidth_GBps: 0}\n",
-            "p.yaml:4 topology.levels.0.bandwidth_GBps: must be above 0.0, not 0 (of one node's link",
+            "p.yaml:4 topology.levels.0.bandwidth_GBps: must be above 0.0, not 0 (bandwidth of one node's link",
         ),
         (
             "name: a\ngpus: {request: gpu-per-node}\n",

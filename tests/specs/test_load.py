@@ -182,7 +182,7 @@ def test_all_mistakes_of_a_file_are_reported_in_the_order_of_its_lines() -> None
     ]
     text = "\n".join(found)
     for part in (
-        'command line train.mbs: must be a whole number, not "no" (sequences a microbatch)',
+        'command line train.mbs: must be a whole number, not "no" (sequences per microbatch)',
         'name: "first run" is not allowed (letters, digits, . _ -)',
         'model: "dmo" is not known; did you mean demo? allowed: demo, tiny, llama3-1b',
         "data: give exactly one of text and tokens, found both",
@@ -214,7 +214,7 @@ def test_one_mistake_is_reported_once() -> None:
 def test_a_mistake_inside_an_override_is_not_blamed_on_the_file() -> None:
     found = problems("model: demo\ndata:\n  text: x\n  seq_len: 64\n", "data={text: x, seq_len: q}")
     assert found == [
-        'command line data.seq_len: must be a whole number, not "q" (tokens in a training sequence)'
+        'command line data.seq_len: must be a whole number, not "q" (tokens per training sequence)'
     ]
 
 
@@ -511,8 +511,7 @@ def test_a_mistake_inside_a_list_is_told_with_what_the_list_is() -> None:
     with pytest.raises(SpecError) as caught:
         parse_job(text, "job.yaml")
     assert any(
-        "train.betas.1: must be below 1.0, not 1.5 (the two of AdamW)" in str(p)
-        for p in caught.value.problems
+        "train.betas.1: must be below 1.0, not 1.5 (AdamW betas)" in str(p) for p in caught.value.problems
     )
 
 
