@@ -188,7 +188,7 @@ class JobSpec(_JobSection):
     )
     python: AbsolutePath | None = Field(
         default=None,
-        description="absolute path of the interpreter on the compute nodes; default: the profile's or this one",
+        description="an absolute path to Python on the compute nodes; default: the profile's or this one",
     )
     container: JobContainerSpec | None = Field(default=None, description="container for the ranks")
     secrets: dict[_Variable, Annotated[SingleLineText, Field(min_length=1)]] = Field(

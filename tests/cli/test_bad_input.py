@@ -308,7 +308,11 @@ PLAIN = "model: tiny\ndata: {text: corpus.txt}\n"
         (f"{PLAIN}train:\n  steps: no\n", "j.yaml:4 train.steps", ['must be a whole number, not "no"']),
         (f"{PLAIN}train:\n  warmup: 101\n", "j.yaml:4 train.warmup", ["101 is more than train.steps 100"]),
         (f"{PLAIN}train: 3\n", "j.yaml:3 train", ["must be a mapping of keys to values, not 3"]),
-        (f"{PLAIN}name: a b\n", "j.yaml:3 name", ['"a b" is not allowed (letters, digits, . _ -)']),
+        (
+            f"{PLAIN}name: a b\n",
+            "j.yaml:3 name",
+            ['"a b" is not allowed (name of the run: letters, digits, . _ -)'],
+        ),
         (f"{PLAIN}parallel:\n  cp: 2\n", "j.yaml:4 parallel.cp", ["2 is not available in this version"]),
         ("data: {text: corpus.txt}\n", "j.yaml model", ["is missing; give a preset (demo, tiny"]),
         ("model: tiny\n", "j.yaml data", ["is missing; give text: PATH or tokens: FILE"]),

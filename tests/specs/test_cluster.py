@@ -72,7 +72,7 @@ def test_a_name_is_enough() -> None:
         ),
         (
             "name: a\ntopology:\n  levels:\n    - {name: leaf, bandwidth_GBps: 0}\n",
-            "p.yaml:4 topology.levels.0.bandwidth_GBps: must be above 0.0, not 0 (bandwidth of one node's link",
+            "p.yaml:4 topology.levels.0.bandwidth_GBps: must be above 0.0, not 0 (bandwidth",
         ),
         (
             "name: a\ngpus: {request: gpu-per-node}\n",
