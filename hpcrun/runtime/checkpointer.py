@@ -35,6 +35,7 @@ from hpcrun.runtime.collective_verbs import (
     is_raised_on_all,
     leave_collectives,
 )
+from hpcrun.runtime.connect import open_control
 from hpcrun.runtime.quiet_exit import await_idle_threads_at_exit
 from hpcrun.runtime.random_state import rng_state, set_rng_state
 from hpcrun.runtime.restore import restore_from_plan
@@ -42,7 +43,6 @@ from hpcrun.runtime.script_lineage import ScriptLineage, StartMode, parse_count
 from hpcrun.runtime.script_setup import (
     build_checkpoint_spec,
     find_own_attempt,
-    open_control,
     read_run_checkpoint_options,
     resolve_run_directory,
 )

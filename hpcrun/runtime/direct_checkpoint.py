@@ -1,6 +1,6 @@
-"""Save and resume in the run directory: what all ranks agree on around the format of hpcrun.checkpoint.
+"""Saves and restores in the run directory: what all ranks agree on around the format of hpcrun.checkpoint.
 
-Ranks agree through their control alone: training's process groups see nothing of a save.
+Ranks agree through their control alone: a save does not use training's process groups.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.chunk_reader import ChunkSource
@@ -44,11 +43,11 @@ from hpcrun.checkpoint.os_errors import explain_os_error
 from hpcrun.checkpoint.restore.inventory import gc_paused
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.data_files import DataFileWriter, PartResult, parts_by_rank
+from hpcrun.runtime.data_files import DataFileWriter, PartResult
 from hpcrun.runtime.random_state import rng_state, set_rng_state
 from hpcrun.runtime.rank_alarm import mark_raised_on_all
 from hpcrun.runtime.resharding import WritePlan, fill_from_chunks, plan_write, structure_key
-from hpcrun.runtime.save_opening import EntrySelector, RestoreCandidate, RestoreTarget
+from hpcrun.runtime.save_opening import EntrySelector, select_whole_state
 from hpcrun.runtime.stderr_notes import write_stderr_line
 from hpcrun.runtime.storage_wait import wait_for_storage
 from hpcrun.specs.checkpoint import DurableSpec
@@ -56,9 +55,11 @@ from hpcrun.specs.descent import descent_after
 from hpcrun.specs.saves import (
     SavedCheckpoint,
     UnreadableCheckpoint,
+    parse_commit_record,
     read_saved_checkpoint,
     read_saved_checkpoints,
     refuse_foreign_checkpoints,
+    render_commit_record,
     resumable_checkpoints,
     sort_checkpoints,
     step_of_directory,
@@ -66,14 +67,14 @@ from hpcrun.specs.saves import (
 
 _T = TypeVar("_T")
 _READ_TRIES, _OPEN_TRIES, _PAUSE_S = 3, 25, 0.2
-"""A network file system may show a file a little later than it is there, and on one node than on another."""
+"""A network file system may show a new file late, and later on one node than on another."""
 _MAX_CONFIRMED_DAMAGES = 8
-"""Damages that rank 0 looks at itself, until it has found one."""
+"""Damages reported by other ranks that rank 0 checks itself, until it finds one."""
 
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """The state that a run goes on from, and what is wrong with newer ones."""
+    """The state that a run resumes from, and what is wrong with newer ones."""
 
     step: int
     position: int
@@ -81,7 +82,7 @@ class RestoreResult:
     lost_steps: int
     """Steps between this state and the newest one passed over."""
     saved: SavedCheckpoint | None = None
-    """Where it came from, if that is a save in the run directory."""
+    """The save that it came from, if that is in the run directory."""
     generation: str = ""
 
 
@@ -98,36 +99,36 @@ class DirectCheckpointer:
         keep_every: int = 0,
         durable: DurableSpec | None = None,
     ) -> None:
-        """`durable`: how files are to lie on a file system where one can say it."""
-        # What this start has gone on from is in `descent`; its saves say so.
+        """`durable`: the layout of files, on a file system where it can be set."""
+        # `descent` says what this start resumed from; its saves record it.
         self.root, self.attempt, self.descent = checkpoints, attempt, ""
         self._files = DataFileWriter(checkpoints, durable or DurableSpec(), control)
         self._control, self._keep, self._keep_every = control, keep, keep_every
         self._plan: WritePlan | None = None
         self._damaged: dict[Path, _RestoreProblem] = {}
         self._opened: dict[Path, GenerationReader] = {}
-        self._on, self._step = find_mount(checkpoints).words, 0
+        self._mount, self._step = find_mount(checkpoints).words, 0
         self.tell: Callable[[dict[str, Any]], None] | None = None
         """Takes, on rank 0, lines for metrics.jsonl."""
         self.is_partly_filled = False
-        """By a load that has not come to its end."""
+        """Whether a load has begun to fill the state and has not finished."""
         self.avoided: frozenset[str] = frozenset()
-        """Saves that are whole and yet not to be gone on from."""
+        """Generations that are whole and must yet not be resumed from."""
 
     def newest(self) -> SavedCheckpoint | None:
-        """The newest committed step, the same answer on every rank."""
-        found = self._control.everywhere(
-            lambda: [_saved_to_fields(saved) for saved in resumable_checkpoints(self.root)[-1:]]
+        """Return the newest committed step, the same on every rank."""
+        newest = self._control.everywhere(
+            lambda: [_encode_saved(saved) for saved in resumable_checkpoints(self.root)[-1:]]
         )
-        return _saved_from_fields(found[0]) if found else None
+        return _decode_saved(newest[0]) if newest else None
 
     def patiently(self, path: Path, action: Callable[[], _T], limit_s: float | None = None) -> _T:
-        """Do something with storage that may hang, and tell of it; SiteError after too long."""
-        return wait_for_storage(f"{path} on {self._on}", action, self._report_slow, limit_s)
+        """Run an action on storage, which may hang, and report that; SiteError after `limit_s`."""
+        return wait_for_storage(f"{path} on {self._mount}", action, self._report_slow, limit_s)
 
-    def _report_slow(self, what: str, seconds: float) -> None:
+    def _report_slow(self, path: str, seconds: float) -> None:
         where = f"rank {self._control.rank} on {self._control.node}"
-        why = f"{where} waits for {what}: no answer for {seconds:.0f} s"
+        why = f"{where} waits for {path}: no answer for {seconds:.0f} s"
         write_stderr_line(why)
         if self._control.rank == 0 and self.tell is not None:
             step = self._step
@@ -145,9 +146,9 @@ class DirectCheckpointer:
     ) -> Path:
         """Write the state of a step; every rank returns when it is committed and durable.
 
-        A save of that step is replaced. It fails as a whole: SiteError on every rank, and nothing is left of
-        it. `beside`: after a worker has failed to, out of its way. `limit_s`: for what storage is asked for
-        at once.
+        Replaces an earlier save of that step. It fails as a whole: SiteError on every rank, and nothing is
+        left of it. `beside`: the checkpoint worker has failed to write this step and may still be trying;
+        stay out of its way. `limit_s`: for each request to storage.
         """
         self._step = step
         aside, final, generation, laid_out = self._control.everywhere(
@@ -170,7 +171,7 @@ class DirectCheckpointer:
         return draft.final
 
     def entries(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All that is saved: the state, and the random state of this rank as it is now."""
+        """Return all that is saved: the state, and this rank's random state as it is now."""
         return state | {f"rng.{self._control.rank}": rng_state()}
 
     def _begin(self, step: int, beside: bool) -> list[Any]:
@@ -181,23 +182,24 @@ class DirectCheckpointer:
         return [str(draft.aside), str(draft.final), draft.generation.hex(), self._files.can_set_layout()]
 
     def _plan_for(self, entries: dict[str, Tensor]) -> WritePlan:
-        """The plan of the last save, unless some rank's structure has changed since."""
+        """Return the plan of the last save, unless the structure has changed on some rank since."""
         key = structure_key(entries)
-        known = self._plan is not None and self._plan.key == key
-        if self._control.agree(0 if known else 1) or self._plan is None:
+        is_current = self._plan is not None and self._plan.key == key
+        if self._control.agree(0 if is_current else 1) or self._plan is None:
             self._plan = plan_write(entries, self._control, key)
         return self._plan
 
     def _commit(
         self, draft: GenerationDraft, plan: WritePlan, written: list[PartResult], facts: dict[str, int]
     ) -> None:
-        """On rank 0, when all have written: commit, and retire what is no longer wanted."""
+        """Commit, on rank 0 when all ranks have written, and apply the job's retention."""
         try:
-            for rank, one in enumerate(written):
-                if one.problem:
-                    said = f"rank {rank} cannot write step {facts['step']}: {one.problem}"
-                    raise SiteError(f"{self.root}: {said}")
-            parts = parts_by_rank(written)
+            for rank, result in enumerate(written):
+                if result.problem:
+                    raise SiteError(
+                        f"{self.root}: rank {rank} cannot write step {facts['step']}: {result.problem}"
+                    )
+            parts = [result.part for result in written if result.part is not None]
             draft = dataclasses.replace(draft, layout=self._files.layout(written))
             if plan.tensors is None:
                 tensors = collect_tensors(
@@ -205,9 +207,17 @@ class DirectCheckpointer:
                     for number, part in enumerate(parts)
                 )
                 plan.structure, plan.tensors = compute_structure_digest(tensors), render_tensors(tensors)
-            world: dict[str, Any] = {"world_size": self._control.size, "attempt": self.attempt, **facts}
-            more: dict[str, Any] = {"descent": self.descent, "warn": write_stderr_line}
-            commit_generation(draft, parts, plan.tensors, plan.structure, **world, **more)
+            commit_generation(
+                draft,
+                parts,
+                plan.tensors,
+                plan.structure,
+                **facts,
+                world_size=self._control.size,
+                attempt=self.attempt,
+                descent=self.descent,
+                warn=write_stderr_line,
+            )
         except OSError as error:
             discard_draft(draft)
             raise SiteError(
@@ -229,74 +239,83 @@ class DirectCheckpointer:
     ) -> RestoreResult | None:
         """Fill the state's tensors from the newest save that proves whole, whatever layout wrote it.
 
-        `expected` names every tensor of the whole job with its whole shape; nothing else may be stored. A
-        damaged save is passed over, by all ranks or none, and set aside once another one is loaded. Random
-        state comes last. None where nothing was saved; SiteError where no save is whole. With `fit` the state
-        is whatever that finds fitting in the save, and random state is among it or is not loaded. `mendable`:
-        a generation of which nodes hold parts; where it is damaged, it is for the supervisor to see whether
-        they make it whole, before an older one is taken: DamagedError.
+        `expected` names every tensor of the whole job with its whole shape; nothing else may be stored.
+        `fit` selects what of the save is filled instead; then every byte is proved before the first is
+        filled, as the caller may continue after an error. A damaged save is passed over by all ranks, and
+        set aside once another one is loaded. Random state is loaded last. `mendable`: a generation of which
+        nodes hold parts; where that is damaged, DamagedError lets the supervisor try to complete it before
+        an older one is taken. None where nothing was saved; SiteError where no save is whole.
         """
         self.is_partly_filled = False
+        select = fit or select_whole_state(state, expected, self._control)
         while True:
             with gc_paused():
                 chosen = self._control.everywhere(lambda: self.patiently(self.root, self.choose))
             if chosen is None:
                 return None
-            saved = _saved_from_fields(chosen)
-            wanted = RestoreTarget(state, expected, self._control, rng_state(), fit)
-            with contextlib.ExitStack() as opened:
-                opening = RestoreCandidate(saved, wanted)
-                found = self._attempt(saved, functools.partial(opening.look, self._open, opened))
-                if found is None:
-                    self.is_partly_filled = True
-                    found = self._attempt(saved, opening.fill)
-            if found is None:
+            saved = _decode_saved(chosen)
+            filled = self._fill_from(saved, select, prove_first=fit is not None)
+            if not isinstance(filled, _RestoreProblem):
                 break
-            self._damaged[saved.path] = found
-            if found.is_damage and mendable == saved.generation:
+            self._damaged[saved.path] = filled
+            if filled.is_damage and mendable == saved.generation:
                 self._control.everywhere(self._quarantine_damaged)
-                raise mark_raised_on_all(DamagedError(found.text))
-        self.descent = descent_after(saved, self.attempt)
+                raise mark_raised_on_all(DamagedError(filled.text))
         newest = max((step_of_directory(path) for path in self._damaged), default=saved.step)
         passed_over = self._control.everywhere(self._quarantine_damaged)
-        if opening.random_state is not None:
-            set_rng_state(opening.random_state)
+        self._finish_restore(saved, filled)
         lost = newest - saved.step
         return RestoreResult(saved.step, saved.position, passed_over, lost, saved, saved.generation)
 
-    def _attempt(self, saved: SavedCheckpoint, action: Callable[[], None]) -> _RestoreProblem | None:
-        """Do something with a save on every rank; what is wrong with it, the same on all."""
-        problem: list[Any] | None = None
+    def _fill_from(
+        self, saved: SavedCheckpoint, select: EntrySelector, *, prove_first: bool
+    ) -> dict[str, Tensor] | _RestoreProblem:
+        """Fill from a save on all ranks; return what was filled, or what is wrong, the same on all."""
+        with contextlib.ExitStack() as opened:
+
+            def look() -> tuple[GenerationReader, dict[str, Tensor]]:
+                source = opened.enter_context(self._open(saved))
+                entries = select(str(saved.path), saved.world_size, source)
+                if prove_first:
+                    fill_from_chunks(source, entries, only_prove=True)
+                return source, entries
+
+            ready = self._attempt(saved, look)
+            if isinstance(ready, _RestoreProblem):
+                return ready
+            self.is_partly_filled = True
+            return self._attempt(saved, lambda: fill_from_chunks(*ready)) or ready[1]
+
+    def _finish_restore(self, origin: SavedCheckpoint | GenerationId, filled: dict[str, Tensor]) -> None:
+        self.descent = descent_after(origin, self.attempt)
+        if (random_state := filled.get(f"rng.{self._control.rank}")) is not None:
+            set_rng_state(random_state)
+
+    def _attempt(self, saved: SavedCheckpoint, action: Callable[[], _T]) -> _T | _RestoreProblem:
+        """Run an action on a save on every rank; where it fails on one, return the problem on all."""
+        value, problem = None, None
         try:
             with gc_paused():
-                self.patiently(saved.path, action)
-        except UsageError as error:
-            problem = ["usage", str(error), None]
-        except MissingFileError as error:
-            problem = ["missing", str(error), None]
-        except DamagedError as error:
-            problem = ["damaged", str(error), error.chunk]
-        except SiteError as error:
-            problem = ["unreadable", str(error), None]
-        except OSError as error:
-            problem = ["unreadable", f"{saved.path}: {error}", None]
-        told = self._control.allgather(problem)
-        problems = [(rank, *one) for rank, one in enumerate(told) if one]
+                value = self.patiently(saved.path, action)
+        except (UsageError, SiteError, OSError) as error:
+            problem = _describe_error(error, saved.path)
+        ranks = enumerate(self._control.allgather(problem))
+        problems = [(rank, *problem) for rank, problem in ranks if problem]
         if not problems:
-            return None
-        rank, kind, text, _ = next((one for one in problems if one[1] == "usage"), problems[0])
+            return cast(_T, value)
+        rank, kind, text, _ = next((problem for problem in problems if problem[1] == "usage"), problems[0])
         if kind == "usage":
             raise mark_raised_on_all(UsageError(text))
-        damages = [one for one in problems if one[1] == "damaged"]
+        damages = [problem for problem in problems if problem[1] == "damaged"]
         for _, _, text, chunk in damages[:_MAX_CONFIRMED_DAMAGES]:
             if self._control.everywhere(functools.partial(self._is_damaged, saved, chunk)):
                 return _RestoreProblem(text, is_proved=True)
         where = f"rank {rank}: " if rank else ""
-        more = "; rank 0 finds nothing wrong with it there" if damages else ""
-        return _RestoreProblem(f"{where}{text}{more}", is_proved=False, is_damage=kind != "unreadable")
+        note = "; rank 0 finds nothing wrong with it there" if damages else ""
+        return _RestoreProblem(f"{where}{text}{note}", is_proved=False, is_damage=kind != "unreadable")
 
     def _is_damaged(self, saved: SavedCheckpoint, chunk: list[Any] | None) -> bool:
-        """On rank 0: whether it sees the damage as well that another rank has told of."""
+        """Whether rank 0 sees the damage that another rank has reported, of a chunk or of the whole."""
         try:
             with GenerationReader(saved) as generation:
                 if chunk is not None:
@@ -320,55 +339,50 @@ class DirectCheckpointer:
         passed_over: Sequence[str] = (),
         lost_steps: int = 0,
     ) -> RestoreResult:
-        """Fill the state from a generation that somebody else has chosen, wherever its chunks come from.
+        """Fill the state from a chosen generation, wherever its chunks come from; see `restore`.
 
-        SiteError on every rank where one cannot load it, or was told of another generation.
+        SiteError on every rank where one cannot load it, or has loaded another generation.
         """
-        problem, random_state = None, None
+        problem, entries = None, dict[str, Tensor]()
         self.is_partly_filled = False
+        select = fit or select_whole_state(state, expected, self._control)
         try:
             with gc_paused():
-                where = f"step {stamp.step}"
-                wanted = RestoreTarget(state, expected, self._control, rng_state(), fit)
-                entries = wanted.select_entries(source, where, stamp.world_size)
+                entries = select(f"step {stamp.step}", stamp.world_size, source)
                 self.is_partly_filled = True
                 fill_from_chunks(source, entries)
-                random_state = entries.get(f"rng.{self._control.rank}")
-        except UsageError as error:
-            problem = ["usage", str(error)]
-        except (SiteError, OSError) as error:
-            problem = ["damaged", str(error)]
-        told = self._control.allgather([stamp.step, stamp.generation, problem])
-        for kind, text in [one for *_, one in told if one]:
+        except (UsageError, SiteError, OSError) as error:
+            problem = ["usage" if isinstance(error, UsageError) else "damaged", str(error)]
+        ranks = self._control.allgather([stamp.step, stamp.generation, problem])
+        for kind, text in [problem for *_, problem in ranks if problem]:
             raise mark_raised_on_all(UsageError(text) if kind == "usage" else SiteError(text))
-        for rank, (step, generation, _) in enumerate(told):
-            if (step, generation) != (told[0][0], told[0][1]):
-                words = f"rank {rank} has loaded step {step} ({generation}), rank 0 {told[0][0]}"
+        for rank, (step, generation, _) in enumerate(ranks):
+            if (step, generation) != (ranks[0][0], ranks[0][1]):
+                words = f"rank {rank} has loaded step {step} ({generation}), rank 0 {ranks[0][0]}"
                 raise mark_raised_on_all(SiteError(words))
-        self.descent = descent_after(stamp, self.attempt)
-        if random_state is not None:
-            set_rng_state(random_state)
-        passed_by = list(passed_over)
-        return RestoreResult(stamp.step, stamp.position, passed_by, lost_steps, None, stamp.generation)
+        self._finish_restore(stamp, entries)
+        return RestoreResult(
+            stamp.step, stamp.position, list(passed_over), lost_steps, None, stamp.generation
+        )
 
     def choose(self) -> list[Any] | None:
-        """On rank 0: the newest save (its fields) that was not found damaged, as far as cheap checks tell.
+        """Choose, on rank 0, the newest save of the run's line that cheap checks do not find damaged.
 
-        Of the line that the run is on; UsageError where there are other runs' saves alone.
+        UsageError where there are only other runs' saves.
         """
         saves, unreadable = self._read_saves()
         sorted_saves = sort_checkpoints(self.root, saves)
-        lost = {one.path: problem for one in unreadable if (problem := self._problem_of(one))}
-        for one in reversed(sorted_saves.line):
-            if one.path in self._damaged or one.generation in self.avoided:
+        lost = {save.path: problem for save in unreadable if (problem := self._problem_of(save))}
+        for saved in reversed(sorted_saves.line):
+            if saved.path in self._damaged or saved.generation in self.avoided:
                 continue
-            problem = self._confirmed_problem(one)
+            problem = self._confirmed_problem(saved)
             if problem is None:
                 self._damaged |= {
-                    path: bad for path, bad in lost.items() if step_of_directory(path) >= one.step
+                    path: bad for path, bad in lost.items() if step_of_directory(path) >= saved.step
                 }
-                return _saved_to_fields(one)
-            self._damaged[one.path] = problem
+                return _encode_saved(saved)
+            self._damaged[saved.path] = problem
         self._damaged |= lost
         if not self._damaged:
             refuse_foreign_checkpoints(self.root, sorted_saves)
@@ -380,30 +394,30 @@ class DirectCheckpointer:
         )
 
     def _read_saves(self) -> tuple[list[SavedCheckpoint], list[UnreadableCheckpoint]]:
-        """What is committed, on a second and third look where a record is not there yet."""
+        """Return what is committed, reading up to three times where a record is not visible yet."""
         for _ in range(_READ_TRIES - 1):
             saves, unreadable = read_saved_checkpoints(self.root)
-            if all(one.is_seen for one in unreadable):
+            if all(save.is_seen for save in unreadable):
                 return saves, unreadable
             time.sleep(_PAUSE_S)
         return read_saved_checkpoints(self.root)
 
-    def _confirmed_problem(self, found: SavedCheckpoint | UnreadableCheckpoint) -> _RestoreProblem | None:
-        """What the cheap checks say, also on a second and third look where something is not there."""
+    def _confirmed_problem(self, saved: SavedCheckpoint | UnreadableCheckpoint) -> _RestoreProblem | None:
+        """Apply the cheap checks, up to three times where something is not visible yet."""
         for _ in range(_READ_TRIES):
-            problem = self._problem_of(found)
-            if problem is None or problem.is_proved or not found.path.exists():
+            problem = self._problem_of(saved)
+            if problem is None or problem.is_proved or not saved.path.exists():
                 return problem
             time.sleep(_PAUSE_S)
-            found = read_saved_checkpoint(found.path) or found
+            saved = read_saved_checkpoint(saved.path) or saved
         return problem
 
     def _problem_of(self, saved: SavedCheckpoint | UnreadableCheckpoint) -> _RestoreProblem | None:
-        """What the cheap checks say: record, manifest, sizes, and the beginnings of all parts."""
+        """Check record, manifest, sizes, and the beginnings of all parts."""
         if isinstance(saved, UnreadableCheckpoint):
             return _RestoreProblem(f"{saved.path}: is damaged: {saved.problem}", is_proved=saved.is_seen)
         try:
-            # Whoever loads it next need not read its manifest again.
+            # A load that follows need not read the manifest again.
             self._opened = {saved.path: GenerationReader(saved)}
         except DamagedError as error:
             words = f"{saved.path}: is damaged: {str(error).removeprefix(f'{saved.path}/')}"
@@ -413,9 +427,9 @@ class DirectCheckpointer:
         return None
 
     def _quarantine_damaged(self) -> list[str]:
-        """On rank 0: take what is proved damaged out of the committed saves; returns all that was wrong.
+        """Set aside, on rank 0, the saves that are proved damaged; return all problems found.
 
-        It stays where it is in a directory that is read-only, or somebody else's.
+        A save stays where it is in a directory that is read-only or another user's.
         """
         passed_over = []
         for path, problem in list(self._damaged.items()):
@@ -426,7 +440,7 @@ class DirectCheckpointer:
                         raise PermissionError(errno.EPERM, "the directory is another user's")
                     quarantine_generation(path)
                     del self._damaged[path]
-                except FileNotFoundError:  # somebody has cleaned up meanwhile
+                except FileNotFoundError:  # it was removed meanwhile
                     del self._damaged[path]
                 except OSError as error:
                     stays = f"; it stays where it is: {error.strerror}"
@@ -434,30 +448,14 @@ class DirectCheckpointer:
         return passed_over
 
     def _open(self, saved: SavedCheckpoint) -> GenerationReader:
-        """A save for reading, on this rank; it may be seen here a little later than rank 0 has seen it."""
-        known = self._opened.pop(saved.path, None)
-        for left in reversed(range(_OPEN_TRIES) if known is None else ()):
-            try:
+        """Open a save on this rank, which may see it later than rank 0 does."""
+        if (opened := self._opened.pop(saved.path, None)) is not None:
+            return opened
+        for _ in range(_OPEN_TRIES - 1):
+            with contextlib.suppress(MissingFileError, OSError):
                 return GenerationReader(saved)
-            except (MissingFileError, OSError):
-                if not left:
-                    raise
             time.sleep(_PAUSE_S)
-        assert known is not None
-        return known
-
-
-def load_weights(saved: SavedCheckpoint) -> dict[str, Tensor]:
-    """The whole weights of a saved step on one process, by canonical name; needs no process group."""
-    prefix = "model."
-    with GenerationReader(saved) as generation:
-        state = {
-            name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
-            for name, tensor in generation.manifest.tensors.items()
-            if name.startswith(prefix)
-        }
-        fill_from_chunks(generation, state)
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        return GenerationReader(saved)
 
 
 @dataclass(frozen=True)
@@ -466,19 +464,27 @@ class _RestoreProblem:
 
     text: str
     is_proved: bool
-    """Its bytes are wrong, as rank 0 sees them too, and not just out of reach for now."""
+    """Whether its bytes are wrong, as rank 0 sees too, and not only unreachable for now."""
     is_damage: bool = True
-    """It may be for want of something that is there elsewhere."""
+    """Whether parts on other nodes might complete it."""
 
 
-def _saved_to_fields(saved: SavedCheckpoint) -> list[Any]:
-    path, *fields = astuple(saved)
-    return [str(path), *fields]
+def _describe_error(error: Exception, path: Path) -> list[Any]:
+    """What is wrong with a save, for other ranks: the kind, a message, and the damaged chunk if any."""
+    if isinstance(error, MissingFileError):
+        return ["missing", str(error), None]
+    if isinstance(error, DamagedError):
+        return ["damaged", str(error), error.chunk]
+    if isinstance(error, OSError):
+        return ["unreadable", f"{path}: {error}", None]
+    return ["usage" if isinstance(error, UsageError) else "unreadable", str(error), None]
 
 
-def _saved_from_fields(fields: list[Any]) -> SavedCheckpoint:
-    path, *others, file_bytes = fields
-    told = dict(
-        zip((one.name for one in dataclasses.fields(SavedCheckpoint)), (Path(path), *others), strict=False)
-    )
-    return SavedCheckpoint(**told, file_bytes=tuple(file_bytes))
+def _encode_saved(saved: SavedCheckpoint) -> list[str]:
+    return [str(saved.path), render_commit_record(saved)]
+
+
+def _decode_saved(encoded: list[str]) -> SavedCheckpoint:
+    saved = parse_commit_record(Path(encoded[0]), encoded[1])
+    assert isinstance(saved, SavedCheckpoint)
+    return saved

@@ -2,61 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hpcrun.runtime.control import NAP_S, REPORT_WAIT_AFTER_S, Control
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from hpcrun.launcher_world import World
-
 import itertools
 import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from hpcrun.errors import SiteError
-from hpcrun.runtime.rank_alarm import (
-    RankAlarm,
-    parse_rank_alarm,
-)
+from hpcrun.launcher_world import World
+from hpcrun.runtime.control import NAP_S, REPORT_WAIT_AFTER_S, Control
+from hpcrun.runtime.rank_alarm import RankAlarm, parse_rank_alarm
 from hpcrun.runtime.store_rendezvous import open_tcp_store, rank_address
 from hpcrun.shm_segments import unlink_mapped_segments
 
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
 _SPINS = 50
 """Polls of a pending MPI request before the first sleep: a message that is nearly there costs no sleep."""
-
-
 _ALARM_TAG = 7500
-
-
 _SEND_S = 2.0
-"""For what a rank tells the others before it goes."""
+"""For the alarm that a rank sends before it ends."""
 
 
 class MPIControl(Control):
     """Control over MPI: non-blocking collectives, polled with sleeps (every blocking call busy-waits)."""
 
     def __init__(self, world: World, *, private: bool = False) -> None:
-        """`private`: beside a program that uses MPI itself."""
+        """`private`: for use beside a program that uses MPI itself."""
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise SiteError(f"MPI cannot be loaded: {error}; pip install 'hpcrun-slurm[train]'") from None
         self._mpi = MPI
         self._abandoned: list[Any] = []
-        """What MPI may still be reading or writing."""
+        """Buffers that MPI may still be reading or writing."""
         self._alarm_tag = _ALARM_TAG
         self._renewing: tuple[MPI.Intracomm, MPI.Request] | None = None
         self._comm: MPI.Intracomm = MPI.COMM_WORLD
         self._base: MPI.Intracomm = MPI.COMM_WORLD
-        """For alarms, and for making a new communicator where one is left in disorder."""
+        """For alarms, and for a new communicator where one is abandoned."""
         super().__init__(self._comm.rank, self._comm.size)
         if self.size != world.size:
             raise SiteError(
@@ -75,26 +64,26 @@ class MPIControl(Control):
         return copy
 
     def _wait(self, request: MPI.Request, *held: Any) -> None:
-        """Wait for a request, which uses what is held."""
+        """Wait for a request that uses the buffers `held`."""
         for _ in range(_SPINS):
             if request.Test():
                 return
         nap, longest = NAP_S
-        begin, said = time.monotonic(), REPORT_WAIT_AFTER_S
+        begin, report_s = time.monotonic(), REPORT_WAIT_AFTER_S
         try:
             while not request.Test():
                 time.sleep(nap)
                 nap = min(2 * nap, longest)
                 self._listen()
-                if (seconds := time.monotonic() - begin) > said:
-                    said *= 2
+                if (seconds := time.monotonic() - begin) > report_s:
+                    report_s *= 2
                     self._report_slow(seconds)
         except BaseException:
             self._abandoned.append((request, held))
             raise
 
     def broadcast_alarm(self, alarm: RankAlarm) -> None:
-        """Tell all who wait for this rank that it does not come."""
+        """Tell the ranks that wait for this one that it does not come."""
         data = np.frombuffer(alarm.render(), dtype=np.uint8)
         others = [rank for rank in range(self.size) if rank != self.rank]
         requests = [self._base.Isend([data, self._mpi.BYTE], rank, self._alarm_tag) for rank in others]
@@ -103,8 +92,8 @@ class MPIControl(Control):
         while not self._mpi.Request.Testall(requests) and time.monotonic() < deadline:
             time.sleep(NAP_S[1])
 
-    def heard(self) -> RankAlarm | None:
-        """The next thing that another rank has told since the last renewal, if one gave up."""
+    def next_alarm(self) -> RankAlarm | None:
+        """Return the next alarm of another rank since the last renewal, or None."""
         status = self._mpi.Status()
         if not self._base.Iprobe(self._mpi.ANY_SOURCE, self._alarm_tag, status):
             return None
@@ -113,14 +102,14 @@ class MPIControl(Control):
         return parse_rank_alarm(data.tobytes())
 
     def renew(self) -> None:
-        """After an alarm: another communicator, which is made once all ranks have come to make it."""
+        """Begin a new communicator after an alarm; it is complete when all ranks have begun it."""
         self._abandoned.append((self._comm, self._renewing))
         self._alarm_tag += 1
-        # Begun here, and not when it is wanted: each rank begins as many as it has left behind.
+        # Begun here and not at the next use: each rank must begin as many as it has abandoned.
         self._renewing = self._base.Idup()
 
     def _ready(self) -> MPI.Intracomm:
-        """What all ranks talk over, in the same thing."""
+        """Return the communicator of the current call."""
         if self._renewing is not None:
             copy, request = self._renewing
             self._wait(request, copy)
@@ -129,18 +118,18 @@ class MPIControl(Control):
         return self._comm
 
     def allgather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
+        """Return every rank's value, in rank order, on every rank."""
         comm, mine = self._ready(), np.frombuffer(json.dumps(value).encode(), dtype=np.uint8)
         length, lengths = np.array([mine.size], dtype=np.int64), np.empty(self.size, dtype=np.int64)
         self._wait(comm.Iallgather(length, lengths), length, lengths)
-        every = np.empty(int(lengths.sum()), dtype=np.uint8)
+        texts = np.empty(int(lengths.sum()), dtype=np.uint8)
         starts = np.concatenate(([0], np.cumsum(lengths)))
-        layout = [every, (lengths.tolist(), starts[:-1].tolist()), self._mpi.BYTE]
+        layout = [texts, (lengths.tolist(), starts[:-1].tolist()), self._mpi.BYTE]
         self._wait(comm.Iallgatherv(mine, layout), mine, layout)
-        return [json.loads(every[a:b].tobytes()) for a, b in itertools.pairwise(starts)]
+        return [json.loads(texts[a:b].tobytes()) for a, b in itertools.pairwise(starts)]
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         comm, text = self._ready(), json.dumps(value).encode() if self.rank == 0 else b""
         mine = np.frombuffer(text, dtype=np.uint8)
         length = np.array([mine.size], dtype=np.int64)
@@ -150,12 +139,12 @@ class MPIControl(Control):
         return json.loads(message.tobytes())
 
     def start_agreeing(self, flags: int) -> Callable[[], int]:
-        """Send this rank's flags on their way; what comes back waits for the union (bitwise or) of all."""
+        """Send this rank's flags; the function returned waits for the union (bitwise or) of all ranks'."""
         comm = self._ready()
         mine, union = np.array([flags], dtype=np.int64), np.empty(1, dtype=np.int64)
         request = comm.Iallreduce(mine, union, op=self._mpi.BOR)
 
-        # mpi4py holds on to the buffers for as long as the call lasts, but Open MPI reads them until the end.
+        # mpi4py keeps the buffers during the call only, but Open MPI reads them until the request ends.
         def finish(kept: Any = mine) -> int:
             self._wait(request, kept, union)
             return int(union[0])
@@ -166,20 +155,20 @@ class MPIControl(Control):
         return self.start_agreeing(bits)()
 
     def shared_rank(self) -> int | None:
-        """The rank in MPI's own split by shared memory."""
+        """Return the rank in MPI's own split by shared memory."""
         neighbours = self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, key=self.rank)
         place = int(neighbours.rank)
         neighbours.Free()
         return place
 
     def store(self) -> Store:
-        """Rank 0 opens a store on a free port, MPI tells the others where."""
+        """Return a store that rank 0 opens on a free port."""
         return open_tcp_store(self, rank_address(self).text)
 
     def abort(self, code: int) -> None:
-        """MPI_Abort: the launcher takes every rank down."""
+        """Have the launcher end every rank (MPI_Abort)."""
         sys.stdout.flush()
         sys.stderr.flush()
-        # Abort leaves MPI's shared memory lying about; whoever still maps it does so without its name.
+        # Abort does not remove MPI's shared memory; processes that still map it need no name.
         unlink_mapped_segments()
         self._comm.Abort(code)

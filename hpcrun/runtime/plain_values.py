@@ -1,8 +1,9 @@
-"""Plain values as JSON and back, with their types; nothing is pickled, and no code named by a save is run.
+"""Converts plain values to JSON and back, with their types; nothing is pickled and no code is run for a save.
 
-Numbers, texts, lists and dicts of texts stand for themselves; everything else is an object whose "$" says
-what it is. What is neither is given to `other`, such as tensors. Named tuples and enums are made of the
-class that the receiving side shows or has imported; a class is never imported for a save.
+Numbers, texts, lists and dicts with text keys stand for themselves; everything else is an object whose "$"
+names its type. Other values, such as tensors, go to the callback `other`. Named tuples and enums become
+instances of a class that the receiving state holds or that is already imported; no class is imported for a
+save.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import enum
+import itertools
 import json
 import math
 import pathlib
@@ -27,29 +29,31 @@ import numpy as np
 import torch
 
 ValueNode: TypeAlias = Any
-"""A value as JSON has it."""
+"""A value as JSON."""
 KeyPath: TypeAlias = tuple[Hashable, ...]
 """The keys and numbers that lead to a value."""
 EncodeOther: TypeAlias = Callable[[Any, KeyPath], ValueNode]
 DecodeOther: TypeAlias = Callable[[dict[str, Any], KeyPath], Any]
 TypesByName: TypeAlias = Mapping[str, type]
+Encoder: TypeAlias = Callable[[Any, EncodeOther, KeyPath], ValueNode]
+Decoder: TypeAlias = Callable[[dict[str, Any], DecodeOther, TypesByName, KeyPath], Any]
 
 TYPE_TAG = "$"
 MAX_NESTING = 200
 _EXACT_INT_LIMIT = 1 << 63
 _FACTORIES: dict[str, Any] = {
-    one.__name__: one for one in (int, float, str, bool, list, dict, set, tuple, OrderedDict, Counter)
+    kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple, OrderedDict, Counter)
 }
 _PATHS: dict[str, Any] = {
-    one.__name__: one
-    for one in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
+    kind.__name__: kind
+    for kind in (pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.WindowsPath)
 }
 _ARRAY_KINDS = "biufcSUMm"
-"""Kinds of numpy's types that are bytes and no more."""
+"""Kinds of numpy types whose values are plain bytes."""
 
 
 class PlainValueError(ValueError):
-    """A value that cannot be kept, or made again; its keys lead to it."""
+    """A value that cannot be saved or restored; `keys` lead to it."""
 
     def __init__(self, keys: KeyPath, problem: str) -> None:
         super().__init__(problem)
@@ -57,7 +61,10 @@ class PlainValueError(ValueError):
 
 
 def encode_value(value: Any, other: EncodeOther, keys: KeyPath = ()) -> ValueNode:
-    """A value as JSON; PlainValueError for what cannot be kept. `other` may raise LookupError."""
+    """Convert a value to JSON; PlainValueError for what cannot be saved.
+
+    `other` converts what is not plain; it raises LookupError for what it does not know either.
+    """
     kind = type(value)
     if kind is str or kind is bool or value is None:
         return value
@@ -68,11 +75,13 @@ def encode_value(value: Any, other: EncodeOther, keys: KeyPath = ()) -> ValueNod
     if len(keys) > MAX_NESTING:
         raise PlainValueError(keys, f"lies more than {MAX_NESTING} levels deep, or contains itself")
     if kind is list:
-        return [encode_value(one, other, (*keys, number)) for number, one in enumerate(value)]
+        return _encode_items(value, other, keys)
     if kind is dict:
-        return _encode_dict(value, other, keys)
-    if (known := _ENCODERS.get(kind)) is not None:
-        return known(value, other, keys)
+        if all(type(key) is str for key in value) and TYPE_TAG not in value:
+            return {key: encode_value(item, other, (*keys, key)) for key, item in value.items()}
+        return _encode_mapping(value, other, keys)
+    if (encoder := _ENCODERS.get(kind)) is not None:
+        return encoder(value, other, keys)
     try:
         return other(value, keys)
     except LookupError:
@@ -80,18 +89,18 @@ def encode_value(value: Any, other: EncodeOther, keys: KeyPath = ()) -> ValueNod
 
 
 def decode_value(node: ValueNode, other: DecodeOther, types: TypesByName, keys: KeyPath = ()) -> Any:
-    """The value again; PlainValueError where this side has no class for it."""
+    """Make the value from its JSON; PlainValueError where its class is missing here."""
     if isinstance(node, list):
-        return [decode_value(one, other, types, (*keys, number)) for number, one in enumerate(node)]
+        return [decode_value(item, other, types, (*keys, number)) for number, item in enumerate(node)]
     if not isinstance(node, dict):
         return node
     if TYPE_TAG not in node:
-        return {key: decode_value(one, other, types, (*keys, key)) for key, one in node.items()}
-    maker = _DECODERS.get(str(node[TYPE_TAG]))
-    if maker is None:
+        return {key: decode_value(item, other, types, (*keys, key)) for key, item in node.items()}
+    decoder = _DECODERS.get(str(node[TYPE_TAG]))
+    if decoder is None:
         return other(node, keys)
     try:
-        return maker(node, other, types, keys)
+        return decoder(node, other, types, keys)
     except (TypeError, ValueError, KeyError, NotImplementedError, AttributeError, OverflowError) as error:
         if isinstance(error, PlainValueError):
             raise
@@ -99,7 +108,7 @@ def decode_value(node: ValueNode, other: DecodeOther, types: TypesByName, keys: 
 
 
 def child_nodes(node: ValueNode, types: TypesByName, keys: KeyPath = ()) -> dict[Hashable, ValueNode] | None:
-    """What lies below a mapping or a sequence, by key or number; None for all else."""
+    """The children of a mapping or a sequence, by key or number; None for any other node."""
     if isinstance(node, list):
         return dict(enumerate(node))
     if not isinstance(node, dict):
@@ -107,49 +116,52 @@ def child_nodes(node: ValueNode, types: TypesByName, keys: KeyPath = ()) -> dict
     if TYPE_TAG not in node:
         return dict(node)
     if node[TYPE_TAG] in _MAPPINGS:
-        return {decode_value(key, _nothing_else, types, keys): one for key, one in node["v"]}
+        return {decode_value(key, _refuse_node, types, keys): child for key, child in node["v"]}
     if node[TYPE_TAG] in ("tuple", "namedtuple", "deque", "torch.Size"):
         return dict(enumerate(node["v"]))
     return None
 
 
-def collect_types(value: Any, found: dict[str, type] | None = None) -> dict[str, type]:
-    """The classes of enums and named tuples in a value, by the name that a save has for them."""
-    found = {} if found is None else found
-    if isinstance(value, enum.Enum) or _is_named_tuple(value):
-        found[_class_name(type(value))] = type(value)
+def collect_types(value: Any) -> dict[str, type]:
+    """Return the classes of all enums and named tuples in a value, by their names in a save."""
+    is_named = isinstance(value, enum.Enum) or _is_named_tuple(value)
+    types = {_class_name(type(value)): type(value)} if is_named else {}
+    items: Iterable[Any] = ()
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            collect_types(key, found)
-            collect_types(one, found)
+        items = itertools.chain(value.keys(), value.values())
     elif isinstance(value, list | tuple | set | frozenset | deque):
-        for one in value:
-            collect_types(one, found)
-    return found
+        items = value
+    for item in items:
+        types |= collect_types(item)
+    return types
 
 
-def are_equal_nodes(one: ValueNode, two: ValueNode) -> bool:
-    """Whether two nodes are of equal values; the order of a dict is no part of it."""
-    return json.dumps(_ordered(one), sort_keys=True) == json.dumps(_ordered(two), sort_keys=True)
+def are_equal_nodes(node: ValueNode, other: ValueNode) -> bool:
+    """Whether two nodes hold equal values; the order of a dict does not matter."""
+    return _sort_text(_ordered(node)) == _sort_text(_ordered(other))
 
 
 def _ordered(node: ValueNode) -> ValueNode:
     if isinstance(node, list):
-        return [_ordered(one) for one in node]
+        return [_ordered(item) for item in node]
     if not isinstance(node, dict):
         return node
-    told = {key: _ordered(one) for key, one in node.items()}
+    ordered = {key: _ordered(item) for key, item in node.items()}
     if node.get(TYPE_TAG) in ("dict", "Counter", "defaultdict", "set", "frozenset"):
-        told["v"] = sorted(told["v"], key=lambda one: json.dumps(one, sort_keys=True))
-    return told
+        ordered["v"] = sorted(ordered["v"], key=_sort_text)
+    return ordered
 
 
-def _nothing_else(node: dict[str, Any], keys: KeyPath) -> Any:
+def _sort_text(node: ValueNode) -> str:
+    return json.dumps(node, sort_keys=True)
+
+
+def _refuse_node(node: dict[str, Any], keys: KeyPath) -> Any:
     raise PlainValueError(keys, f"is a {node[TYPE_TAG]}, which this hpcrun does not know")
 
 
 def reject_other_values(value: Any, keys: KeyPath) -> ValueNode:
-    """An `other` for values that are plain throughout."""
+    """Serve as `other` where only plain values are allowed."""
     raise LookupError
 
 
@@ -166,36 +178,35 @@ def _text(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
-def _encode_dict(value: dict[Any, Any], other: EncodeOther, keys: KeyPath) -> ValueNode:
-    if all(type(key) is str for key in value) and TYPE_TAG not in value:
-        return {key: encode_value(one, other, (*keys, key)) for key, one in value.items()}
-    return {TYPE_TAG: "dict", "v": _pairs(value, other, keys)}
-
-
-def _pairs(value: Mapping[Any, Any], other: EncodeOther, keys: KeyPath) -> list[ValueNode]:
-    return [
-        [encode_value(key, reject_other_values, (*keys, key)), encode_value(one, other, (*keys, key))]
-        for key, one in value.items()
+def _encode_mapping(value: Mapping[Any, Any], other: EncodeOther, keys: KeyPath) -> ValueNode:
+    pairs = [
+        [encode_value(key, reject_other_values, (*keys, key)), encode_value(item, other, (*keys, key))]
+        for key, item in value.items()
     ]
+    return {TYPE_TAG: type(value).__name__, "v": pairs}
 
 
-def _items(value: Iterable[Any], other: EncodeOther, keys: KeyPath) -> list[ValueNode]:
-    return [encode_value(one, other, (*keys, number)) for number, one in enumerate(value)]
+def _encode_items(items: Iterable[Any], other: EncodeOther, keys: KeyPath) -> list[ValueNode]:
+    return [encode_value(item, other, (*keys, number)) for number, item in enumerate(items)]
 
 
 def _encode_set(value: Any, _other: EncodeOther, keys: KeyPath) -> ValueNode:
-    items = sorted(_items(value, reject_other_values, keys), key=lambda one: json.dumps(one, sort_keys=True))
-    return {TYPE_TAG: type(value).__name__, "v": items}
+    items = _encode_items(value, reject_other_values, keys)
+    return {TYPE_TAG: type(value).__name__, "v": sorted(items, key=_sort_text)}
 
 
-def _encode_default(value: Any, other: EncodeOther, keys: KeyPath) -> ValueNode:
+def _encode_defaultdict(value: Any, other: EncodeOther, keys: KeyPath) -> ValueNode:
     factory = value.default_factory
     name = None if factory is None else getattr(factory, "__name__", "")
     if factory is not None and _FACTORIES.get(str(name)) is not factory:
         raise PlainValueError(
             keys, f"is a defaultdict that makes {factory!r}; one of {', '.join(_FACTORIES)} can be kept"
         )
-    return {TYPE_TAG: "defaultdict", "v": _pairs(value, other, keys), "factory": name}
+    return _encode_mapping(value, other, keys) | {"factory": name}
+
+
+def _encode_path(value: Any, _other: EncodeOther, _keys: KeyPath) -> ValueNode:
+    return {TYPE_TAG: "path", "class": type(value).__name__, "v": str(value)}
 
 
 def _encode_zone(zone: Any, keys: KeyPath) -> ValueNode:
@@ -209,25 +220,21 @@ def _encode_zone(zone: Any, keys: KeyPath) -> ValueNode:
     raise PlainValueError(keys, f"has the time zone {zone!r}; fixed offsets and zoneinfo's zones can be kept")
 
 
-def _zone(node: ValueNode) -> dt.tzinfo | None:
+def _decode_zone(node: ValueNode) -> dt.tzinfo | None:
     if node is None:
         return None
     return dt.timezone(dt.timedelta(*node)) if isinstance(node, list) else zoneinfo.ZoneInfo(node)
 
 
-def _encode_datetime(value: Any, _other: EncodeOther, keys: KeyPath) -> ValueNode:
+def _encode_time(value: Any, _other: EncodeOther, keys: KeyPath) -> ValueNode:
     day = [value.year, value.month, value.day] if type(value) is dt.datetime else []
-    told = [*day, value.hour, value.minute, value.second, value.microsecond]
-    return {
-        TYPE_TAG: type(value).__name__,
-        "v": told,
-        "fold": value.fold,
-        "zone": _encode_zone(value.tzinfo, keys),
-    }
+    parts = [*day, value.hour, value.minute, value.second, value.microsecond]
+    zone = _encode_zone(value.tzinfo, keys)
+    return {TYPE_TAG: type(value).__name__, "v": parts, "fold": value.fold, "zone": zone}
 
 
 def _encode_array(value: Any, _other: EncodeOther, keys: KeyPath) -> ValueNode:
-    """An array or a scalar of numpy's."""
+    """Encode an array or a scalar of numpy's."""
     array = np.asarray(value)
     if array.dtype.kind not in _ARRAY_KINDS or array.dtype.hasobject:
         raise PlainValueError(keys, f"is of numpy's type {array.dtype}; numbers, texts and times can be kept")
@@ -240,25 +247,22 @@ def _decode_array(node: dict[str, Any], _other: DecodeOther, _types: TypesByName
     if kind.kind not in _ARRAY_KINDS or kind.hasobject:
         raise PlainValueError(keys, f"is of numpy's type {kind}")
     array = np.frombuffer(bytearray(base64.b64decode(node["v"])), dtype=kind)
-    if not kind.itemsize:  # of texts without a letter
+    if not kind.itemsize:  # empty texts
         array = np.zeros(tuple(node["shape"] or ()), dtype=kind)
     return array.reshape(node["shape"]) if node["shape"] is not None else array.reshape(())[()]
 
 
 def _encode_of_class(value: Any, other: EncodeOther, keys: KeyPath) -> ValueNode:
-    """What goes by more than its exact type: enums, named tuples, numpy's scalars."""
+    """Encode what more than its exact type identifies: enums, named tuples, numpy's scalars."""
     kind = type(value)
     if isinstance(value, enum.Enum):
-        named = kind.__members__.get(value.name or "")
-        told = (
-            {"name": value.name}
-            if named is value
-            else {"value": encode_value(value.value, reject_other_values, keys)}
-        )
-        return {TYPE_TAG: "enum", "class": _class_name(kind), **told}
+        node: dict[str, Any] = {TYPE_TAG: "enum", "class": _class_name(kind)}
+        if kind.__members__.get(value.name or "") is value:
+            return node | {"name": value.name}
+        return node | {"value": encode_value(value.value, reject_other_values, keys)}
     if _is_named_tuple(value):
-        told = {"class": _class_name(kind), "fields": list(kind._fields)}
-        return {TYPE_TAG: "namedtuple", **told, "v": _items(value, other, keys)}
+        node = {TYPE_TAG: "namedtuple", "class": _class_name(kind), "fields": list(kind._fields)}
+        return node | {"v": _encode_items(value, other, keys)}
     if isinstance(value, np.generic) and kind.__module__ == "numpy":
         return _encode_array(value, other, keys)
     raise PlainValueError(keys, f"is of type {_shown(kind)}")
@@ -278,17 +282,17 @@ def _shown(kind: type) -> str:
 
 
 def _class(name: str, types: TypesByName, keys: KeyPath) -> Any:
-    """A class that the receiving state shows, or that is imported here already."""
+    """Return a class that the receiving state holds, or that is already imported."""
     if name in types:
         return types[name]
     module, _, path = name.partition(":")
     # A script's own classes are in __main__ or in the module that it is imported as.
-    alike = [kind for known, kind in types.items() if known.partition(":")[2] == path]
-    found: Any = sys.modules.get(module)
+    alike = [kind for other, kind in types.items() if other.partition(":")[2] == path]
+    owner: Any = sys.modules.get(module)
     for part in path.split("."):
-        found = None if found is None else vars(found).get(part) if hasattr(found, "__dict__") else None
-    if isinstance(found, type):
-        return found
+        owner = vars(owner).get(part) if hasattr(owner, "__dict__") else None
+    if isinstance(owner, type):
+        return owner
     if len(alike) == 1:
         return alike[0]
     raise PlainValueError(
@@ -301,13 +305,13 @@ def _decode_enum(node: dict[str, Any], _other: DecodeOther, types: TypesByName, 
     if not issubclass(kind, enum.Enum):
         raise PlainValueError(keys, f"is an enum, but here {_shown(kind)} is none")
     if "name" not in node:
-        return kind(decode_value(node["value"], _nothing_else, types, keys))
+        return kind(decode_value(node["value"], _refuse_node, types, keys))
     if node["name"] not in kind.__members__:
         raise PlainValueError(keys, f"is {node['name']}, which {_shown(kind)} does not have here")
     return kind.__members__[node["name"]]
 
 
-def _decode_named(node: dict[str, Any], other: DecodeOther, types: TypesByName, keys: KeyPath) -> Any:
+def _decode_named_tuple(node: dict[str, Any], other: DecodeOther, types: TypesByName, keys: KeyPath) -> Any:
     kind, fields = _class(str(node["class"]), types, keys), tuple(node["fields"])
     if not issubclass(kind, tuple) or getattr(kind, "_fields", None) != fields:
         raise PlainValueError(keys, f"is a tuple of {', '.join(fields)}; here {_shown(kind)} is not")
@@ -315,146 +319,121 @@ def _decode_named(node: dict[str, Any], other: DecodeOther, types: TypesByName, 
 
 
 def _decode_pairs(node: dict[str, Any], other: DecodeOther, types: TypesByName, keys: KeyPath) -> Any:
-    found = {}
-    for key_node, one in node["v"]:
-        key = decode_value(key_node, _nothing_else, types, keys)
-        found[key] = decode_value(one, other, types, (*keys, key))
-    match node[TYPE_TAG]:
-        case "OrderedDict":
-            return OrderedDict(found)
-        case "Counter":
-            return Counter(found)
-        case "defaultdict":
-            factory = node["factory"]
-            return defaultdict(None if factory is None else _FACTORIES[factory], found)
-    return found
+    values = {}
+    for key_node, value_node in node["v"]:
+        key = decode_value(key_node, _refuse_node, types, keys)
+        values[key] = decode_value(value_node, other, types, (*keys, key))
+    if (kind := _MAPPINGS[node[TYPE_TAG]]) is not defaultdict:
+        return kind(values)
+    factory = node["factory"]
+    return defaultdict(None if factory is None else _FACTORIES[factory], values)
 
 
-def _decode_sequence(node: dict[str, Any], other: DecodeOther, types: TypesByName, keys: KeyPath) -> Any:
-    items = decode_value(node["v"], other, types, keys)
-    match node[TYPE_TAG]:
-        case "tuple":
-            return tuple(items)
-        case "set":
-            return set(items)
-        case "frozenset":
-            return frozenset(items)
-        case "deque":
-            return deque(items, node["maxlen"])
-        case "range":
-            return range(*items)
-        case "slice":
-            return slice(*items)
-    return torch.Size(items)
-
-
-def _decode_scalar(node: dict[str, Any], _other: DecodeOther, _types: TypesByName, _keys: KeyPath) -> Any:
-    value = node["v"]
-    match node[TYPE_TAG]:
-        case "int":
-            return int(value, 16)
-        case "float":
-            return _float(value)
-        case "complex":
-            return complex(_float(value[0]), _float(value[1]))
-        case "bytes":
-            return base64.b64decode(value)
-        case "bytearray":
-            return bytearray(base64.b64decode(value))
-        case "torch.device":
-            return torch.device(value)
-        case "torch.dtype":
-            found = getattr(torch, value)
-            if not isinstance(found, torch.dtype):
-                raise ValueError(f"torch has no type {value}")
-            return found
-        case "path":
-            return _PATHS[node["class"]](value)
-        case "Decimal":
-            return Decimal(value)
-        case "Fraction":
-            return Fraction(*(int(part, 16) for part in value))
-    return uuid.UUID(hex=value)
+def _decode_deque(node: dict[str, Any], other: DecodeOther, types: TypesByName, keys: KeyPath) -> Any:
+    return deque(decode_value(node["v"], other, types, keys), node["maxlen"])
 
 
 def _decode_time(node: dict[str, Any], _other: DecodeOther, _types: TypesByName, _keys: KeyPath) -> Any:
-    match node[TYPE_TAG]:
-        case "date":
-            return dt.date(*node["v"])
-        case "timedelta":
-            return dt.timedelta(*node["v"])
-        case "time":
-            hour, minute, second, micro = node["v"]
-            return dt.time(hour, minute, second, micro, _zone(node["zone"]), fold=node["fold"])
-    year, month, day, hour, minute, second, micro = node["v"]
-    zone, fold = _zone(node["zone"]), node["fold"]
-    return dt.datetime(year, month, day, hour, minute, second, micro, zone, fold=fold)
+    kind: Callable[..., Any] = dt.datetime if node[TYPE_TAG] == "datetime" else dt.time
+    return kind(*node["v"], _decode_zone(node["zone"]), fold=node["fold"])
 
 
-def _scalar(tag: str, told: Callable[[Any], ValueNode]) -> Callable[[Any, EncodeOther, KeyPath], ValueNode]:
-    return lambda value, _other, _keys: {TYPE_TAG: tag, "v": told(value)}
+def _decode_path(node: dict[str, Any], _other: DecodeOther, _types: TypesByName, _keys: KeyPath) -> Any:
+    return _PATHS[node["class"]](node["v"])
 
 
-def _mapping(tag: str) -> Callable[[Any, EncodeOther, KeyPath], ValueNode]:
-    return lambda value, other, keys: {TYPE_TAG: tag, "v": _pairs(value, other, keys)}
+def _decode_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no type {name}")
+    return dtype
 
 
-def _sequence(tag: str) -> Callable[[Any, EncodeOther, KeyPath], ValueNode]:
-    return lambda value, other, keys: {TYPE_TAG: tag, "v": _items(value, other, keys)}
-
-
-def _parts(*names: str) -> Callable[[Any], ValueNode]:
+def _attributes(*names: str) -> Callable[[Any], ValueNode]:
     return lambda value: [getattr(value, name) for name in names]
 
 
-_MAPPINGS = ("dict", "OrderedDict", "Counter", "defaultdict")
-_ENCODERS: dict[type, Callable[[Any, EncodeOther, KeyPath], ValueNode]] = {
-    tuple: _sequence("tuple"),
-    torch.Size: _sequence("torch.Size"),
-    OrderedDict: _mapping("OrderedDict"),
-    Counter: _mapping("Counter"),
-    defaultdict: _encode_default,
+def _scalar_encoder(tag: str, encode: Callable[[Any], ValueNode]) -> Encoder:
+    return lambda value, _other, _keys: {TYPE_TAG: tag, "v": encode(value)}
+
+
+def _scalar_decoder(decode: Callable[[Any], Any]) -> Decoder:
+    return lambda node, _other, _types, _keys: decode(node["v"])
+
+
+def _sequence_encoder(tag: str, items: Callable[[Any], Iterable[Any]] = iter) -> Encoder:
+    return lambda value, other, keys: {TYPE_TAG: tag, "v": _encode_items(items(value), other, keys)}
+
+
+def _sequence_decoder(make: Callable[[list[Any]], Any]) -> Decoder:
+    return lambda node, other, types, keys: make(decode_value(node["v"], other, types, keys))
+
+
+_MAPPINGS: Mapping[str, Any] = {
+    "dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict
+}  # fmt: skip
+_SCALARS: Mapping[str, tuple[type, Callable[[Any], ValueNode], Callable[[Any], Any]]] = {
+    "complex": (complex, lambda z: [_bits(z.real), _bits(z.imag)], lambda bits: complex(*map(_float, bits))),
+    "bytes": (bytes, _text, base64.b64decode),
+    "bytearray": (bytearray, _text, lambda text: bytearray(base64.b64decode(text))),
+    "torch.dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _decode_dtype),
+    "torch.device": (torch.device, str, torch.device),
+    "Decimal": (Decimal, str, Decimal),
+    "Fraction": (
+        Fraction,
+        lambda value: [hex(value.numerator), hex(value.denominator)],
+        lambda parts: Fraction(*(int(part, 16) for part in parts)),
+    ),
+    "UUID": (uuid.UUID, lambda value: value.hex, lambda text: uuid.UUID(hex=text)),
+    "date": (dt.date, _attributes("year", "month", "day"), lambda day: dt.date(*day)),
+    "timedelta": (
+        dt.timedelta,
+        _attributes("days", "seconds", "microseconds"),
+        lambda parts: dt.timedelta(*parts),
+    ),
+}
+"""By tag: the type, its content as JSON, and the value made of that again."""
+_BOUNDS = _attributes("start", "stop", "step")
+_ENCODERS: Mapping[type, Encoder] = {
+    **{kind: _scalar_encoder(tag, encode) for tag, (kind, encode, _) in _SCALARS.items()},
+    tuple: _sequence_encoder("tuple"),
+    torch.Size: _sequence_encoder("torch.Size"),
+    range: _sequence_encoder("range", _BOUNDS),
+    slice: _sequence_encoder("slice", _BOUNDS),
+    deque: lambda value, other, keys: {
+        **_sequence_encoder("deque")(value, other, keys),
+        "maxlen": value.maxlen,
+    },
     set: _encode_set,
     frozenset: _encode_set,
-    deque: lambda value, other, keys: {**_sequence("deque")(value, other, keys), "maxlen": value.maxlen},
-    complex: _scalar("complex", lambda value: [_bits(value.real), _bits(value.imag)]),
-    bytes: _scalar("bytes", _text),
-    bytearray: _scalar("bytearray", _text),
-    range: lambda value, _, keys: {
-        TYPE_TAG: "range",
-        "v": _items(_parts("start", "stop", "step")(value), _, keys),
-    },
-    slice: lambda value, _, keys: {
-        TYPE_TAG: "slice",
-        "v": _items(_parts("start", "stop", "step")(value), _, keys),
-    },
-    torch.dtype: _scalar("torch.dtype", lambda value: str(value).removeprefix("torch.")),
-    torch.device: _scalar("torch.device", str),
-    **{
-        kind: lambda value, _o, _k: {TYPE_TAG: "path", "class": type(value).__name__, "v": str(value)}
-        for kind in _PATHS.values()
-    },
-    Decimal: _scalar("Decimal", str),
-    Fraction: _scalar("Fraction", lambda value: [hex(value.numerator), hex(value.denominator)]),
-    uuid.UUID: _scalar("UUID", lambda value: value.hex),
-    dt.date: _scalar("date", _parts("year", "month", "day")),
-    dt.timedelta: _scalar("timedelta", _parts("days", "seconds", "microseconds")),
-    dt.time: _encode_datetime,
-    dt.datetime: _encode_datetime,
+    **dict.fromkeys((OrderedDict, Counter), _encode_mapping),
+    defaultdict: _encode_defaultdict,
+    **dict.fromkeys(_PATHS.values(), _encode_path),
+    dt.time: _encode_time,
+    dt.datetime: _encode_time,
     np.ndarray: _encode_array,
 }
-_DECODERS: dict[str, Callable[[dict[str, Any], DecodeOther, TypesByName, KeyPath], Any]] = {
+_DECODERS: Mapping[str, Decoder] = {
+    **{tag: _scalar_decoder(decode) for tag, (_, _, decode) in _SCALARS.items()},
+    "int": _scalar_decoder(lambda text: int(text, 16)),
+    "float": _scalar_decoder(_float),
+    "tuple": _sequence_decoder(tuple),
+    "torch.Size": _sequence_decoder(torch.Size),
+    "range": _sequence_decoder(lambda bounds: range(*bounds)),
+    "slice": _sequence_decoder(lambda bounds: slice(*bounds)),
+    "set": _sequence_decoder(set),
+    "frozenset": _sequence_decoder(frozenset),
+    "deque": _decode_deque,
     **dict.fromkeys(_MAPPINGS, _decode_pairs),
-    **dict.fromkeys(("tuple", "set", "frozenset", "deque", "range", "slice", "torch.Size"), _decode_sequence),
-    **dict.fromkeys(("int", "float", "complex", "bytes", "bytearray", "torch.device"), _decode_scalar),
-    **dict.fromkeys(("torch.dtype", "path", "Decimal", "Fraction", "UUID"), _decode_scalar),
-    **dict.fromkeys(("date", "timedelta", "time", "datetime"), _decode_time),
+    "path": _decode_path,
+    "time": _decode_time,
+    "datetime": _decode_time,
     "numpy": _decode_array,
     "enum": _decode_enum,
-    "namedtuple": _decode_named,
+    "namedtuple": _decode_named_tuple,
 }
 
 
 def render_key_path(keys: Sequence[Hashable]) -> str:
-    """Keys as people and manifests have them, joined by dots."""
+    """Join keys with dots, as in manifests and messages."""
     return ".".join(str(key) for key in keys)

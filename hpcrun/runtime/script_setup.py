@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from pydantic import ValidationError
-from torch.distributed.distributed_c10d import _get_default_store
 
 from hpcrun.errors import UsageError
-from hpcrun.launcher_world import World, detect_world
-from hpcrun.runtime.control import Control, LoneControl
-from hpcrun.runtime.mpi_control import MPIControl
-from hpcrun.runtime.store_control import StoreControl
 from hpcrun.specs.checkpoint import CheckpointSpec, check_checkpoint
 from hpcrun.specs.load import load_run_job
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, WORKER_SOCKET_VARIABLE
 from hpcrun.specs.rundir import RunDir
-
-_control_numbers = itertools.count()
 
 
 def read_run_checkpoint_options(run: RunDir, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -65,20 +55,3 @@ def find_own_attempt(run: RunDir, environ: Mapping[str, str]) -> int | None:
     """The attempt of the run that has started this process, if the directory is that run's; else None."""
     is_own = str(run.path) == environ.get(RUN_DIR_VARIABLE)
     return int(environ.get(ATTEMPT_VARIABLE) or 1) if is_own else None
-
-
-def open_control(environ: Mapping[str, str]) -> Control:
-    """How these ranks agree: over MPI, over torch's store, or there is one alone."""
-    number = next(_control_numbers)
-    world = detect_world(environ)
-    # Whoever sets an address for torch's ranks may have started them without MPI.
-    by_mpi = world is not None and world.kind != "torchrun" and "MASTER_ADDR" not in environ
-    if world is not None and by_mpi and world.size > 1 and importlib.util.find_spec("mpi4py"):
-        return MPIControl(world, private=True)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        size, rank = dist.get_world_size(), dist.get_rank()
-        group = World("torchrun", rank, size, None, None)
-        return StoreControl(group, store=_get_default_store(), prefix=f"hpcrun-saves-{number}")
-    if world is not None and world.size > 1:
-        return StoreControl(world, prefix=f"hpcrun-saves-{number}")
-    return LoneControl()

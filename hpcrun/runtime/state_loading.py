@@ -26,8 +26,8 @@ from hpcrun.runtime.plain_values import (
     reject_other_values,
     render_key_path,
 )
-from hpcrun.runtime.random_state import rng_state
 from hpcrun.runtime.resharding import dtype_name, raw_bytes
+from hpcrun.runtime.save_opening import select_random_state
 from hpcrun.runtime.state_match import (
     PlainValueTarget,
     StatefulTarget,
@@ -100,11 +100,7 @@ class StateLoader:
             extra = [render_key_path(keys) for keys in match.extra]
             _refuse_mismatch(where, "also holds", [path for path in extra if path not in self._names])
         self._make_states(where)
-        random, mine = rng_state(), f"rng.{self._control.rank}"
-        is_alike = world_size == self._control.size and mine in every and every[mine].shape == random.shape
-        if is_alike and not self._only:
-            found[mine] = random
-        return found
+        return found if self._only else found | select_random_state(world_size, source, self._control)
 
     def finish(self) -> list[str]:
         """Set what is no tensor, and hand objects their state; what their own values have become of it."""

@@ -1,7 +1,7 @@
-"""Waiting for storage that may hang: in a thread beside, so that what waits can tell, give up, and be ended.
+"""Waits for storage that may hang, in a thread, so that the caller can report it, give up and be ended.
 
-A call that hangs in the kernel cannot be ended. The thread that made it is left to itself: nobody waits for
-it at the end, and what it still gives is not used.
+A call that hangs in the kernel cannot be ended. Its thread is abandoned: nothing waits for it at the end, and
+its result is dropped.
 """
 
 from __future__ import annotations
@@ -9,76 +9,63 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
 from hpcrun.errors import SiteError
 
 _T = TypeVar("_T")
 FIRST_REPORT_S = 5.0
-"""Until it is told for the first time; then again after twice as long, and so on."""
+"""Until the wait is first reported; then again after twice as long, and so on."""
 _POLL_S = 0.5
 
 SlowWaitReporter = Callable[[str, float], None]
-"""Takes what is waited for, and for how many seconds it has been."""
+"""Takes what is waited for, and the seconds waited so far."""
 
 
-class BackgroundCall(Generic[_T]):
-    """Something that is done in a thread beside."""
+def _start_in_thread(action: Callable[[], _T]) -> Future[_T]:
+    """Run an action in a daemon thread, which an executor's would not be: it may never end."""
+    future = Future[_T]()
 
-    def __init__(self, action: Callable[[], _T]) -> None:
-        self._action, self._done = action, threading.Event()
-        self._found: list[_T] = []
-        self._error: BaseException | None = None
-        threading.Thread(target=self._run, name="hpcrun-errand", daemon=True).start()
-
-    def _run(self) -> None:
+    def run() -> None:
         try:
-            self._found.append(self._action())
-        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-            self._error = error
-        self._done.set()
+            future.set_result(action())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            future.set_exception(error)
 
-    def wait(self, seconds: float) -> bool:
-        """Whether it has ended, after so long at most."""
-        return self._done.wait(seconds)
-
-    def result(self) -> _T:
-        """What came of it; raises what it has raised."""
-        if self._error is not None:
-            raise self._error
-        return self._found[0]
+    threading.Thread(target=run, name="hpcrun-errand", daemon=True).start()
+    return future
 
 
 def wait_for_storage(
-    what: str, action: Callable[[], _T], say: SlowWaitReporter, limit_s: float | None = None
+    path: str, action: Callable[[], _T], report: SlowWaitReporter, limit_s: float | None = None
 ) -> _T:
-    """Do something with storage and wait for it, telling now and then; SiteError where that is too long."""
-    errand, begin, told_s = BackgroundCall(action), time.monotonic(), FIRST_REPORT_S
-    while not errand.wait(_POLL_S):
+    """Return the result of an action on storage, reporting a slow one; SiteError after `limit_s` seconds."""
+    future, begin, report_s = _start_in_thread(action), time.monotonic(), FIRST_REPORT_S
+    while not wait([future], _POLL_S).done:
         seconds = time.monotonic() - begin
         if limit_s is not None and seconds > limit_s:
-            raise SiteError(f"{what}: has not answered for {seconds:.0f} s, and is not waited for any more")
-        if seconds >= told_s:
-            told_s = 2 * seconds
-            say(what, seconds)
-    return errand.result()
+            raise SiteError(f"{path}: has not answered for {seconds:.0f} s, and is not waited for any more")
+        if seconds >= report_s:
+            report_s = 2 * seconds
+            report(path, seconds)
+    return future.result()
 
 
 class BackgroundPoll(Generic[_T]):
-    """A look that is taken again and again beside, and never waited for."""
+    """Repeats a look at storage in a thread, and never waits for it."""
 
     def __init__(self, look: Callable[..., _T]) -> None:
         self._look = look
-        self._background_call: BackgroundCall[_T] | None = None
+        self._future: Future[_T] | None = None
 
-    def latest(self, *of: Any) -> _T | None:
-        """What the last look has seen; None where there is none, or it has failed."""
-        found: _T | None = None
-        if self._background_call is not None and self._background_call.wait(0):
-            try:
-                found = self._background_call.result()
-            except OSError:
-                found = None
-        if self._background_call is None or self._background_call.wait(0):
-            self._background_call = BackgroundCall(lambda: self._look(*of))
-        return found
+    def latest(self, *arguments: Any) -> _T | None:
+        """Return what the last look has seen, or None, and begin the next."""
+        value: _T | None = None
+        if self._future is not None and self._future.done():
+            with suppress(OSError):
+                value = self._future.result()
+        if self._future is None or self._future.done():
+            self._future = _start_in_thread(lambda: self._look(*arguments))
+        return value

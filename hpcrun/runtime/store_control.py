@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hpcrun.runtime.control import NAP_S, REPORT_WAIT_AFTER_S, Control
-
-if TYPE_CHECKING:
-    from hpcrun.launcher_world import World
-
 import contextlib
 import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from hpcrun.runtime.rank_alarm import (
-    RankAlarm,
-    parse_rank_alarm,
-    report_store_failure,
-)
+from hpcrun.launcher_world import World
+from hpcrun.runtime.control import NAP_S, REPORT_WAIT_AFTER_S, Control
+from hpcrun.runtime.rank_alarm import RankAlarm, parse_rank_alarm, report_store_failure
 from hpcrun.runtime.store_rendezvous import join_environment_store
 
 _STORE_NAP_S = 0.02
-"""The longest sleep between questions to a store, in a world of up to a hundred ranks."""
-
-
+"""The longest sleep between polls of a store, in a world of up to a hundred ranks."""
 _STORE_ALARM_POLL_S = 0.5
-"""Between looks in a store at whether another rank has given up."""
-
-
+"""Between looks in a store for alarms of other ranks."""
 _ARRIVALS = 1 << 20
 """Arrivals and votes share one 64-bit sum, 20 bits each: worlds below a million ranks, two flags."""
 
@@ -42,7 +27,7 @@ class StoreControl(Control):
     """Control over a TCPStore, for ranks that torchrun started: there is no MPI among them."""
 
     def __init__(self, world: World, *, store: Store | None = None, prefix: str = "hpcrun") -> None:
-        """`store`: one that the ranks have already; `prefix`: of the keys, other than all others' there."""
+        """`store`: one that the ranks share already; `prefix`: of the keys, which no other user has there."""
         super().__init__(world.rank, world.size)
         self._store = store if store is not None else join_environment_store(world)
         self._prefix, self._epoch, self._round, self._alarms_heard = prefix, 0, 0, 0
@@ -51,7 +36,7 @@ class StoreControl(Control):
         self._find_neighbours()
 
     def _meet(self, contribution: int) -> int:
-        """Add to a sum that counts arrivals in its low bits, and wait for all."""
+        """Add to a sum that counts arrivals in its low bits, and wait for all ranks."""
         self._arrive(contribution)
         return self._published(self._round)
 
@@ -62,7 +47,7 @@ class StoreControl(Control):
         if total % _ARRIVALS == self.size:
             self._control.set(f"{self._round}/done", str(total))
             if self._round > 2:
-                # Everyone has read the round before the last: to arrive here they had to.
+                # To arrive here every rank has read the round before the last.
                 self._control.delete_key(f"{self._round - 2}/sum")
                 self._control.delete_key(f"{self._round - 2}/done")
 
@@ -71,27 +56,27 @@ class StoreControl(Control):
         return int(self._get(f"{number}/done"))
 
     def _get(self, key: str) -> bytes:
-        """What is there, once it is; not by the store's own wait, during which nobody hears an alarm."""
-        nap, begin, said, looked = NAP_S[0], time.monotonic(), REPORT_WAIT_AFTER_S, 0.0
+        """Wait for a key and return its value; during the store's own wait no alarm would be heard."""
+        nap, begin, report_s, listened_s = NAP_S[0], time.monotonic(), REPORT_WAIT_AFTER_S, 0.0
         while not self._control.check([key]):
             time.sleep(nap)
             nap = min(2 * nap, self._longest_nap)
-            if (seconds := time.monotonic() - begin) > looked + _STORE_ALARM_POLL_S:
-                looked = seconds
+            if (seconds := time.monotonic() - begin) > listened_s + _STORE_ALARM_POLL_S:
+                listened_s = seconds
                 self._listen()
-            if seconds > said:
-                said *= 2
+            if seconds > report_s:
+                report_s *= 2
                 self._report_slow(seconds)
         return self._control.get(key)
 
     def broadcast_alarm(self, alarm: RankAlarm) -> None:
-        """Tell all who wait for this rank that it does not come."""
-        with contextlib.suppress(RuntimeError):  # a store that is gone has its own words for the others
+        """Tell the ranks that wait for this one that it does not come."""
+        with contextlib.suppress(RuntimeError):  # the other ranks notice themselves that the store is gone
             number = self._control.add("alarms", 1)
             self._control.set(f"alarm/{number}", alarm.render().decode())
 
-    def heard(self) -> RankAlarm | None:
-        """The next thing that another rank has told since the last renewal, if one gave up."""
+    def next_alarm(self) -> RankAlarm | None:
+        """Return the next alarm of another rank since the last renewal, or None."""
         key = f"alarm/{self._alarms_heard + 1}"
         if not self._control.check([key]):
             return None
@@ -99,13 +84,13 @@ class StoreControl(Control):
         return parse_rank_alarm(self._control.get(key))
 
     def renew(self) -> None:
-        """After an alarm: other keys, where all begin to count anew."""
+        """Start over under other keys, after an alarm."""
         self._epoch, self._round, self._alarms_heard = self._epoch + 1, 0, 0
         self._control = PrefixStore(f"{self._prefix}-{self._epoch}", self._store)
 
     @report_store_failure
     def allgather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank."""
+        """Return every rank's value, in rank order, on every rank."""
         self._check_same_verb()
         self._control.set(f"{self._round + 1}/{self.rank}", json.dumps(value))
         self._meet(1)
@@ -118,7 +103,7 @@ class StoreControl(Control):
 
     @report_store_failure
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         self._check_same_verb()
         if self.rank == 0:
             self._control.set(f"{self._round + 1}/value", json.dumps(value))
@@ -132,7 +117,7 @@ class StoreControl(Control):
 
     @report_store_failure
     def start_agreeing(self, flags: int) -> Callable[[], int]:
-        """Send this rank's flags on their way; what comes back waits for the union (bitwise or) of all."""
+        """Send this rank's flags; the function returned waits for the union (bitwise or) of all ranks'."""
         self._check_same_verb()
         self._arrive(1 + sum(_ARRIVALS ** (bit + 1) for bit in range(2) if flags >> bit & 1))
         number = self._round
@@ -144,11 +129,5 @@ class StoreControl(Control):
         return finish
 
     def store(self) -> Store:
-        """The store that brought the ranks together."""
+        """Return the store that the ranks met in."""
         return PrefixStore("groups", self._store)
-
-    def abort(self, code: int) -> None:
-        """Leave; whoever started the ranks notices and ends the others."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)

@@ -61,68 +61,55 @@ _ALLOWED_CLASSES = {
 }
 
 
-class TorchCheckpoint:
+class TorchCheckpoint(FileSystemReader):
     """A directory that torch.distributed.checkpoint has written, opened for reading tensor by tensor.
 
     UsageError for a directory that cannot be trusted, SiteError where it is damaged.
     """
 
     def __init__(self, directory: Path) -> None:
-        check_checkpoint_owner(directory)
+        _check_owner(directory)
+        super().__init__(directory)
         self.directory = directory
-        self._reader = TorchReader(directory)
-        entries = self._reader.read_metadata().state_dict_metadata
-        self._entries = {
+        self._metadata = _read_metadata(directory / METADATA_FILE)
+        entries = self._metadata.state_dict_metadata
+        self._tensors = {
             name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
         }
-        self.others = sorted(entries.keys() - self._entries.keys())
-        """What it holds besides tensors, which would take a pickle to read."""
+        self.others = sorted(entries.keys() - self._tensors.keys())
+        """Names of entries that are not tensors; they could only be read as pickles."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole shape of every tensor."""
-        return {name: tuple(entry.size) for name, entry in self._entries.items()}
+        """Return the whole shape of every tensor."""
+        return {name: tuple(entry.size) for name, entry in self._tensors.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor."""
-        return self._entries[name].properties.dtype
+        """Return the type of a tensor."""
+        return self._tensors[name].properties.dtype
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor; SiteError where its pieces do not make it up, or a checksum does not hold."""
-        entry = self._entries[name]
+        """Read a whole tensor; SiteError where pieces are missing or a checksum does not match."""
+        entry = self._tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-        self._reader.check(name)
+        # Torch itself does not compare the checksums.
+        for index, info in self._metadata.storage_data.items():
+            if index.fqn == name:
+                _check_piece(self.directory / info.relative_path, name, info.offset, info.length)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                dcp_load({name: tensor}, storage_reader=self._reader, no_dist=True)
+                dcp_load({name: tensor}, storage_reader=self, no_dist=True)
         except CheckpointException as error:
             cause = str(next(iter(error.failures.values()))[0]).splitlines() or [""]
             raise SiteError(f"{self.directory}: is damaged: {name}: {cause[0]}") from None
         return tensor
 
-
-class TorchReader(FileSystemReader):
-    """Torch's reader with a list of tensors that runs nothing, read once."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._directory = path
-        self._known: Metadata | None = None
-
     def read_metadata(self, *_words: Any, **_options: Any) -> Metadata:
-        """The list of tensors."""
-        if self._known is None:
-            self._known = _read_metadata(self._directory / METADATA_FILE)
-        return self._known
-
-    def check(self, name: str) -> None:
-        """SiteError unless the checksums of a tensor's pieces hold, which torch itself does not compare."""
-        for index, info in self.read_metadata().storage_data.items():
-            if index.fqn == name:
-                _check_piece(self._directory / info.relative_path, name, info.offset, info.length)
+        """Return the list of tensors, for torch's loader."""
+        return self._metadata
 
 
-def check_checkpoint_owner(path: Path) -> None:
+def _check_owner(path: Path) -> None:
     """Refuse a checkpoint that somebody else could have written: its metadata is a pickle, which is code."""
     for item in (path, *path.iterdir()):
         status = item.stat()

@@ -24,9 +24,8 @@ import hpcrun
 from hpcrun.errors import HpcrunError
 from hpcrun.launcher_world import detect_world
 from hpcrun.runtime import checkpointer as face
-from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.connect import connect_ranks, open_control
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.script_setup import open_control
 
 LIMIT_S = 60.0
 KINDS: tuple[type[BaseException], ...] = (ValueError, KeyboardInterrupt, MemoryError, OSError)

@@ -17,7 +17,7 @@ import hpcrun  # noqa: E402
 from hpcrun.checkpoint.flush.arena import SHM  # noqa: E402
 from hpcrun.errors import UsageError  # noqa: E402
 from hpcrun.runtime import checkpointer  # noqa: E402
-from hpcrun.runtime.script_setup import open_control  # noqa: E402
+from hpcrun.runtime.connect import open_control  # noqa: E402
 from hpcrun.runtime.storage_wait import wait_for_storage  # noqa: E402
 from tests.checkpoint.faults import SkippedError  # noqa: E402
 from tests.checkpoint.rank_faults import By, world  # noqa: E402

@@ -271,15 +271,18 @@ def test_transformers_computes_the_same_from_an_export(laboratory: Laboratory, f
         command, env=laboratory.environ(), capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr
-    from hpcrun.runtime.direct_checkpoint import load_weights
+    from hpcrun.checkpoint.generation import GenerationReader
     from hpcrun.runtime.model import Decoder
+    from hpcrun.runtime.resharding import fill_from_chunks
     from hpcrun.specs.load import load_job
     from hpcrun.specs.saves import resumable_checkpoints
 
     spec = load_job(finished_run.spec).spec.model
     assert spec is not None
     ours = Decoder(spec)
-    ours.load_state_dict(load_weights(resumable_checkpoints(finished_run.checkpoints)[-1]))
+    weights = {f"model.{name}": parameter.detach() for name, parameter in ours.named_parameters()}
+    with GenerationReader(resumable_checkpoints(finished_run.checkpoints)[-1]) as generation:
+        fill_from_chunks(generation, weights)
     theirs = transformers.LlamaForCausalLM.from_pretrained(out)
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
