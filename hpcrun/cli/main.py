@@ -22,7 +22,7 @@ from hpcrun.errors import (
 )
 
 if TYPE_CHECKING:
-    from hpcrun.launch.supervisor_restart import SupervisorCrash
+    from hpcrun.launch.failover.guardian import SupervisorCrash
 
 
 class CommandVerb(NamedTuple):
@@ -238,17 +238,17 @@ def _run_agent(run_dir: str, called: str = "") -> int:
 
 
 def _run_successor(run_dir: str, epoch: str) -> int:
-    """The internal verb `_takeover RUN EPOCH`: what an agent starts when the supervisor is lost."""
+    """The internal verb `_failover RUN EPOCH`: the supervisor that an agent starts after a failover."""
     from hpcrun.launch.signal_queue import block_signals
 
     block_signals()
-    return int(importlib.import_module("hpcrun.launch.failover.takeover").run_failover(run_dir, epoch))
+    return int(importlib.import_module("hpcrun.launch.failover.failover_main").run_failover(run_dir, epoch))
 
 
 def _run_batch_task(folder: str) -> int:
     """The internal verb `_task FOLDER`: a submitted job; its signals wait until somebody can read them."""
+    from hpcrun.launch.failover.guardian import supervise_with_restarts
     from hpcrun.launch.signal_queue import block_signals
-    from hpcrun.launch.supervisor_restart import supervise_with_restarts
 
     block_signals()
     return supervise_with_restarts(lambda fall: _run_supervisor(folder, fall))
@@ -309,7 +309,7 @@ _INTERNAL: dict[str, Callable[..., int]] = {
     "_beside": _run_sidecar,
     "_reach": _run_connectivity_step,
     "_checkpoint_worker": _run_checkpoint_worker,
-    "_takeover": _run_successor,
+    "_failover": _run_successor,
 }
 """What we start ourselves."""
 

@@ -21,13 +21,13 @@ from hpcrun.errors import (
     SiteError,
 )
 from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.failover.guardian import SupervisorCrash
 from hpcrun.launch.failover.local_recovery import LocalRecovery
 from hpcrun.launch.outcome import record_run_exit
 from hpcrun.launch.predecessors import check_predecessors
 from hpcrun.launch.run_context import RunContext
 from hpcrun.launch.signal_queue import SignalQueue, block_signals
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.launch.supervisor_restart import SupervisorCrash
 from hpcrun.runs.run_lock import RunOwnedError, lock_run
 from hpcrun.slurm.allocation import find_allocation
 from hpcrun.specs.cluster import ClusterSpec, load_cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hpcrun.launch.heartbeat import Heartbeat
+from hpcrun.launch.failover.heartbeat import Heartbeat
 from hpcrun.slurm.allocation import Allocation
 
 _POLL_S = 60.0

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from hpcrun.runs.run_lock import RunOwnedError
 from hpcrun.specs.io_retry import retry_while_full
@@ -25,17 +25,8 @@ from hpcrun.specs.rundir import RunDir
 
 LEASE_RENEW_S = 1.0
 """How often a supervisor says in the run directory that it is there."""
-QUIET_S = 1.5
-"""An agent that has heard nothing for so long looks at the lease."""
 LEADER_TIMEOUT_S = 8.0
 """An agent that hears nothing for so long ends its ranks; where the lease stood as long, it may take over."""
-HOST_TIMEOUT_S = 4.0
-"""The same, but for the ranks, where the supervisor's host has taken no connection for half of that."""
-CONFIRM_S = 2 * LEASE_RENEW_S
-"""For so long it looks again, after it has shown that the file system takes its writes."""
-STAGGER_S = 0.5
-"""By so much each node lets the one before it in the allocation go first."""
-_MAX_STAGGERED = 16
 _LEASE_WATCH_S, _POLL_S = 2.5 * LEASE_RENEW_S, 0.25
 """A lease that stands for so long has nobody, or somebody whose file system stalls, and who will look."""
 _RECHECK_S = 3.0
@@ -206,78 +197,6 @@ class LeaderEventWriter(JsonLineWriter):
         """Append one record; FencedError where another leads."""
         self._verify()
         retry_while_full(lambda: super(LeaderEventWriter, self).write(record | {"host": os.uname().nodename}))
-
-
-LeaseAction = Literal["wait", "bid", "claim", "withdraw"]
-
-
-class LeaseMonitor:
-    """What an agent makes of silence; it trusts no clock but its own."""
-
-    def __init__(self, position: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._stagger_s = STAGGER_S * min(position, _MAX_STAGGERED)
-        self._heard = clock()
-        self._sign: str | None = None
-        self._still_since = self._heard
-        self._bid_at: float | None = None
-        self._dead_since: float | None = None
-
-    def heard(self) -> None:
-        """The supervisor has said something."""
-        self._heard, self._sign, self._bid_at = self._clock(), None, None
-        self._dead_since = None
-
-    def tried(self, answers: bool) -> None:
-        """Whether the supervisor's host has answered, if only to say that nobody listens there."""
-        if answers:
-            self._dead_since = None
-        elif self._dead_since is None:
-            self._dead_since = self._clock()
-
-    @property
-    def quiet_s(self) -> float:
-        """For how long nothing was heard."""
-        return self._clock() - self._heard
-
-    @property
-    def is_quiet(self) -> bool:
-        """Whether it is time to look at the lease."""
-        return self.quiet_s > QUIET_S
-
-    @property
-    def is_orphaned(self) -> bool:
-        """Whether the ranks here must end: by now others may have gone on without them."""
-        return self.quiet_s > LEADER_TIMEOUT_S
-
-    def look(self, sign: str) -> LeaseAction:
-        """What to do, now that the run directory shows this.
-
-        `bid`: write something there, and go on looking. `withdraw`: the supervisor lives after all.
-        """
-        now = self._clock()
-        if sign != self._sign:
-            moved = self._sign is not None
-            self._sign, self._still_since = sign, now
-            if moved and self._bid_at is not None:
-                self._bid_at = None
-                return "withdraw"
-            return "wait"
-        is_dead = self._dead_since is not None and now - self._dead_since > HOST_TIMEOUT_S / 2
-        limit = HOST_TIMEOUT_S if is_dead else LEADER_TIMEOUT_S
-        if self.quiet_s < limit or now - self._still_since < limit + self._stagger_s:
-            return "wait"
-        if self._bid_at is None:
-            return "bid"
-        return "claim" if now - self._bid_at > CONFIRM_S else "wait"
-
-    def probe_written(self) -> None:
-        """The bid stands: from now on the lease is looked at once more."""
-        self._bid_at = self._clock()
-
-    def refused(self) -> None:
-        """Nobody is to take over now: begin again."""
-        self._bid_at, self._still_since = None, self._clock()
 
 
 def leader_fingerprint(run: RunDir) -> str:

@@ -13,14 +13,14 @@ import pytest
 
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.failover import state
+from hpcrun.launch.failover.failover_main import run_failover
+from hpcrun.launch.failover.guardian import SupervisorCrash
+from hpcrun.launch.failover.heartbeat import Heartbeat
 from hpcrun.launch.failover.local_recovery import LocalRecovery
 from hpcrun.launch.failover.state import FailoverState, own_run, read_left_out_nodes
-from hpcrun.launch.failover.takeover import run_failover
-from hpcrun.launch.heartbeat import Heartbeat
 from hpcrun.launch.recovery import restart_cause
 from hpcrun.launch.run_context import RunContext
 from hpcrun.launch.signal_queue import SignalQueue
-from hpcrun.launch.supervisor_restart import SupervisorCrash
 from hpcrun.runs import lease
 from hpcrun.runs.lease import FencedError, Leadership
 from hpcrun.runs.run_lock import RunOwnedError, lock_run

@@ -12,19 +12,15 @@ import pytest
 
 from hpcrun.launch.agents import supervisor_client
 from hpcrun.launch.agents.connection import is_host_reachable
-from hpcrun.launch.heartbeat import CLOCK_TICK_S, AwakeClock
-from hpcrun.runs import lease
+from hpcrun.launch.failover import lease_monitor
+from hpcrun.launch.failover.heartbeat import CLOCK_TICK_S, AwakeClock
+from hpcrun.launch.failover.lease_monitor import CONFIRM_S, HOST_TIMEOUT_S, QUIET_S, STAGGER_S, LeaseMonitor
 from hpcrun.runs.lease import (
-    CONFIRM_S,
-    HOST_TIMEOUT_S,
     LEADER_TIMEOUT_S,
-    QUIET_S,
-    STAGGER_S,
     FencedError,
     LeaderEventWriter,
     LeaderRecord,
     Leadership,
-    LeaseMonitor,
     claim_epoch,
     leader_fingerprint,
     newest_epoch,
@@ -254,7 +250,7 @@ def test_whoever_asks_slurm_for_long_claims_nothing_that_is_another_s_by_then(
         ("HOST_TIMEOUT_S", 0.2),
         ("CONFIRM_S", 0.1),
     ):
-        monkeypatch.setattr(lease, name, seconds)
+        monkeypatch.setattr(lease_monitor, name, seconds)
     monkeypatch.setattr(supervisor_client, "_POLL_S", 0.02)
     run = RunDir(tmp_path / "run")
     run.path.mkdir()

@@ -86,7 +86,7 @@ KNOWN = {
         "launch/failover/successor_process": "SuccessorProcess._give_up SuccessorProcess._start",
         "runs/lease": "LeaderRecord.publish Leadership.renew claim_epoch write_lease_probe",
         "launch/failover/state": "FailoverState._tell",
-        "launch/failover/takeover": "run_failover",
+        "launch/failover/failover_main": "run_failover",
         "launch/outcome": "OutcomeRecorder.attempt record_run_exit",
         "launch/rank_command": "rank_command",
         "launch/launchers": "MpirunLauncher.start _start_launcher",

@@ -19,7 +19,7 @@ from hpcrun.files import open_for_append
 from hpcrun.launch.agents.connection import AgentIdentity, AgentListener, PendingAgent, ReliableSession
 from hpcrun.launch.agents.messages import check_agent_message
 from hpcrun.launch.attempt_events import NodeLost
-from hpcrun.launch.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
+from hpcrun.launch.failover.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
 from hpcrun.messages.lines import describe_version_mismatch
 from hpcrun.runs.lease import LEADER_TIMEOUT_S, LEASE_RENEW_S, FencedError, LeaderRecord, Leadership
 from hpcrun.specs.io_retry import log_line

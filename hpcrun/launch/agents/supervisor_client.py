@@ -18,11 +18,12 @@ from hpcrun.launch.agents.connection import (
     is_host_reachable,
 )
 from hpcrun.launch.agents.messages import check_agent_order
-from hpcrun.launch.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
+from hpcrun.launch.failover.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
+from hpcrun.launch.failover.lease_monitor import LeaseMonitor
 from hpcrun.messages.channel import Channel
 from hpcrun.messages.lines import VersionMismatchError
 from hpcrun.runs import lease
-from hpcrun.runs.lease import LeaderRecord, LeaseMonitor
+from hpcrun.runs.lease import LeaderRecord
 from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.rundir import RunDir
 

@@ -1,4 +1,4 @@
-"""The supervisor that comes after one that was killed alone, on its host: goes on, or leaves it to others."""
+"""Recovery after a supervisor was killed on its host: continue here, or leave the run to another node."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hpcrun.checkpoint.flush.arena import SHM, locate_arena, remove_arena_folder
 from hpcrun.errors import EXIT_RANKS_DIED
 from hpcrun.launch import recovery
 from hpcrun.launch.attempt_monitor import AttemptOutcome
+from hpcrun.launch.failover.guardian import SupervisorCrash
 from hpcrun.launch.failover.state import FailoverState, await_run_end
 from hpcrun.launch.outcome import OutcomeRecorder
 from hpcrun.launch.run_context import RunContext
 from hpcrun.launch.signal_queue import SignalQueue
-from hpcrun.launch.supervisor_restart import SupervisorCrash
 from hpcrun.runs.lease import claim_epoch, epoch_owner, newest_epoch
 from hpcrun.runs.run_lock import clean_up_leftovers, read_supervisor_record
 from hpcrun.slurm.allocation import batch_identity
@@ -26,26 +26,26 @@ from hpcrun.specs.rundir import RunDir
 
 
 class LocalRecovery:
-    """A run whose supervisor was killed here, and what there is to go on with."""
+    """Decides how a run continues whose supervisor was killed on this host."""
 
     def __init__(
         self,
         run: RunDir,
         spec: JobSpec,
         site: RunContext,
-        fall: SupervisorCrash,
+        crash: SupervisorCrash,
         inbox: SignalQueue,
         note: Callable[[str], None],
     ) -> None:
-        self._run, self._spec, self._context, self._crash = run, spec, site, fall
+        self._run, self._spec, self._context, self._crash = run, spec, site, crash
         self._signal_queue, self._note = inbox, note
         self._host = os.uname().nodename
         self._is_told_to_end = False
 
     def decide(self) -> FailoverState | AttemptOutcome | None:
-        """How to go on with it; None: as if nobody had begun. Its outcome, where it is not ours any more.
+        """A state to continue from; an outcome if it has ended or went to another node; None: start anew.
 
-        Where others lead it, or are to, they are waited for: with us, Slurm would end the job.
+        If another node leads the run or is about to, this waits for it: Slurm ends the job with this process.
         """
         if (ended := self._ended()) is not None:
             return ended
@@ -58,7 +58,7 @@ class LocalRecovery:
         return FailoverState(epoch + 1, self._host, self._crash.signal_name)
 
     def _ended(self) -> AttemptOutcome | None:
-        """How the run has ended meanwhile; what stands there from an earlier job does not count."""
+        """The outcome if the run has ended meanwhile; the record of an earlier job does not count."""
         record = self._run.read_exit()
         if record is None:
             return None
@@ -69,15 +69,15 @@ class LocalRecovery:
         return AttemptOutcome(self._run, record["attempt"] or 0, status, code, message, record["step"])
 
     def _is_of_this_start(self, record: dict[str, Any]) -> bool:
-        """Whether an end was written since this start of the job; it may be of another host."""
-        told = batch_identity(os.environ)
-        if told:
-            return told.items() <= record.items()
-        # Without a job nobody but this host writes it.
+        """Whether an exit record is of this start of the job; another host may have written it."""
+        identity = batch_identity(os.environ)
+        if identity:
+            return identity.items() <= record.items()
+        # Without a Slurm job only this host writes it.
         return bool(record["ended"] >= self._crash.began)
 
     def _own_epoch(self) -> int | None:
-        """The newest epoch that a supervisor of this job has made here; None where none came so far."""
+        """The newest epoch claimed by a supervisor of this job on this host; None if there is none."""
         for epoch in range(newest_epoch(self._run), 0, -1):
             maker = epoch_owner(self._run, epoch)
             if maker is not None and maker[0] == self._host and maker[1] in self._crash.pids:
@@ -85,12 +85,12 @@ class LocalRecovery:
         return None
 
     def _on_this_host(self) -> FailoverState | None:
-        known = read_supervisor_record(self._run)
-        is_ours = known.get("host") == self._host and known.get("pid") in self._crash.pids
+        record = read_supervisor_record(self._run)
+        is_ours = record.get("host") == self._host and record.get("pid") in self._crash.pids
         return FailoverState(None, self._host, self._crash.signal_name) if is_ours else None
 
     def _clear_up(self, *, has_agents: bool) -> None:
-        """End what the former supervisor has left below its parent; the steps of agents go on."""
+        """End what the former supervisor left below the guardian, except the agents' Slurm steps."""
         if os.getppid() != self._crash.parent:
             return
         below = [one for one in process.descendants(self._crash.parent) if one.pid != os.getpid()]
@@ -100,7 +100,7 @@ class LocalRecovery:
         process.kill_processes(below)
 
     def _leave_to_others(self) -> AttemptOutcome:
-        """The agents look for another supervisor: wait until the run has ended, or nobody leads it."""
+        """The agents start another supervisor: wait until the run has ended or nobody leads it."""
         self._note(f"the run is left to its other nodes: {self._describe_crashes()}")
         while True:
             await_run_end(self._run, self._is_job_ending)
@@ -119,7 +119,7 @@ class LocalRecovery:
         return f"{self._crash.in_a_row} supervisors in a row were killed on {self._host}"
 
     def _give_up(self) -> AttemptOutcome:
-        """Nobody leads the run: its end is written down here, or the job queued again, as it wants it."""
+        """Nobody leads the run: record its end here, or requeue the job if it asks for that."""
         run, spec = self._run, self._spec
         clean_up_leftovers(run)
         remove_arena_folder(locate_arena(SHM, run.run_id, self._host))

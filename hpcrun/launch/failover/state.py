@@ -1,4 +1,4 @@
-"""What a supervisor knows that goes on with the run of another one, and what that other one does then."""
+"""What a supervisor knows that continues the run of another one; fencing of the other one."""
 
 from __future__ import annotations
 
@@ -27,40 +27,40 @@ from hpcrun.specs.rundir import Attempt, RunDir
 
 _POLL_S = 1.0
 _FENCED_RANKS_S = LEADER_TIMEOUT_S + 4.0
-"""So long the ranks of a supervisor that was fenced may still take to end."""
+"""Time that the ranks of a fenced supervisor may need to end."""
 _LEASE_STALE_S = 8 * LEADER_TIMEOUT_S
-"""A new supervisor whose lease stands for so long is gone, and nobody has come after it."""
+"""A lease that stands still this long has no supervisor and no successor."""
 
 
 @dataclass(frozen=True)
 class FailoverState:
-    """The epoch of the supervisor that takes over, and the host of the one before it."""
+    """The epoch of the new supervisor, and the host of the former one."""
 
     epoch: int | None
-    """None where all ranks stand on one host: nobody else could lead there."""
+    """None if all ranks are on one host: nobody else could lead there."""
     former: str
     killed_by: str = ""
-    """The signal that has killed the one before it, alone and on this very host, which is well."""
+    """The signal that killed the former supervisor on this same, healthy host; empty after a failover."""
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the batch shell leads to the new supervisor, as it did to the former."""
+        """Whether the new supervisor runs below the batch shell, as the former did."""
         return bool(self.killed_by)
 
     @property
     def elsewhere(self) -> int | None:
-        """The epoch, where the batch shell does not lead to the new supervisor."""
+        """The epoch, if the new supervisor does not run below the batch shell."""
         return None if self.is_in_place else self.epoch
 
     @property
     def missing(self) -> str:
-        """The node that is lost with the former supervisor."""
+        """The node that was lost with the former supervisor."""
         return "" if self.is_in_place else self.former
 
     def last_attempt(self, run: RunDir, lost: Sequence[NodeLost]) -> AttemptOutcome | None:
-        """How the attempt ended that the former supervisor has left behind; None where it had none.
+        """The outcome of the attempt that the former supervisor could not finish; None if there is none.
 
-        What it did not write down any more is written here, so that the account of the run still adds up.
+        Also writes the events that it did not write, so that the run's records are complete.
         """
         attempts = run.attempts()
         if not attempts or attempts[-1].outcome.exists():
@@ -119,10 +119,10 @@ class FailoverState:
 
 @contextmanager
 def own_run(run: RunDir, allocation: Allocation | None, note: Callable[[str], None]) -> Iterator[None]:
-    """Own a run inside the block; RunOwnedError where another supervisor does.
+    """Own a run inside the block; RunOwnedError if another supervisor does.
 
-    But not the one that this very job had before Slurm queued it again: on a node that Slurm cannot reach it
-    may live on, and the run is ours. It finds our epoch, and its ranks end.
+    A supervisor of the same job from before a requeue may still live on a node that Slurm cannot reach: it is
+    fenced by a newer epoch, and its ranks end.
     """
     former = read_supervisor_record(run)
     is_ours = allocation is not None and former.get("slurm_job") == allocation.job
@@ -144,7 +144,7 @@ def own_run(run: RunDir, allocation: Allocation | None, note: Callable[[str], No
 
 
 def read_left_out_nodes(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
-    """The nodes that the newest allocation has lost, and those left out for what was seen of them."""
+    """The nodes that the newest allocation has lost, and those excluded for faults."""
     attempt, goes_on = 0, True
     lost: set[str] = set()
     out: set[str] = set()
@@ -162,9 +162,9 @@ def read_left_out_nodes(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _was_asked_to_stop(attempt: Attempt) -> bool:
-    """Whether somebody has asked the run to stop since the attempt began.
+    """Whether the run was asked to stop since the attempt began.
 
-    A wish names the newest attempt that whoever made it saw: the time stamps are of two hosts.
+    A request names the newest attempt at that time: time stamps of two hosts cannot be compared.
     """
     wish = read_json(attempt.run.wish)
     events = read_json_lines(attempt.run.events)
@@ -182,7 +182,7 @@ def _last_step(attempt: Attempt) -> int | None:
 
 
 def await_run_end(run: RunDir, is_told_to_end: Callable[[], bool]) -> None:
-    """Wait, and do nothing else, until the run has ended, nobody leads it any more, or the job ends."""
+    """Wait until the run has ended, nobody leads it any more, or the job is to end."""
     sign, since = "", time.monotonic()
     while run.read_exit() is None and time.monotonic() - since < _LEASE_STALE_S and not is_told_to_end():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The supervisor that comes after one that was lost: on another node, and without a batch shell."""
+"""The internal verb `_failover`: the supervisor after a failover, on another node, without a batch shell."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from hpcrun.submission.prepare import prepare_job
 from hpcrun.units import parse_time
 
 _QUERY_INTERVAL_S = 300.0
-"""How often Slurm is asked for the time that is left: somebody may have changed the limit."""
+"""How often to ask Slurm for the time left: the limit may have been changed."""
 _SCANCEL_TIMEOUT_S = 60.0
 
 
 def run_failover(run_path: str, epoch: str) -> int:
-    """Go on with a run, in the epoch that the agent of this node has won; gives the exit code.
+    """Continue a run in the epoch that this node's agent has claimed; returns the exit code.
 
-    Slurm knows nothing of us: when the run has ended we end the job too; the exit record says how it went.
+    Slurm does not know this process: it ends the job when the run has ended; the exit record has the outcome.
     """
     run, log = RunDir(Path(run_path)), BatchLog()
     allocation = find_allocation(os.environ)
     if allocation is None:
-        raise SiteError("_takeover: this is no allocation")
+        raise SiteError("_failover: not inside a Slurm allocation")
     record, identity = run.read_exit(), batch_identity(os.environ)
     if record is not None and identity and identity.items() <= record.items():
         # The former supervisor was lost between the end of the run and that of the job.
@@ -49,7 +49,7 @@ def run_failover(run_path: str, epoch: str) -> int:
         code = _supervise(run, int(epoch), allocation, log)
         record = run.read_exit()
     if record is not None:
-        # That is what Slurm will call the job, however the run has ended.
+        # Slurm will report CANCELLED, whatever the outcome of the run.
         with contextlib.suppress(OSError):
             write_json(run.exit, record | {"slurm_state": "CANCELLED"})
         log.note(f"ending job {allocation.id}, whose batch script is gone")
@@ -75,7 +75,7 @@ def _supervise(run: RunDir, epoch: int, allocation: Allocation, log: BatchLog) -
 
 @contextlib.contextmanager
 def _signal_before_time_limit(allocation: Allocation, grace_s: float | None) -> Iterator[None]:
-    """Send ourselves what Slurm would have sent to the batch shell before the time limit."""
+    """Send this process the signal that Slurm would have sent to the batch shell before the time limit."""
     over = threading.Event()
 
     def watch() -> None:
