@@ -124,11 +124,11 @@ def strike(bench: Bench, run: RunDir, fault: str) -> Cost:
 def cost_of(run: RunDir, number: int, at: float) -> Cost:
     """The times between the events of a fault that happened then, in this attempt."""
     events = [one for one in read_json_lines(run.events) if one["time"] >= at]
-    seen = first(events, "rank ended", "rank stopped", "node lost", "hang", "takeover")
+    seen = first(events, "rank_ended", "rank_stopped", "node_lost", "hang", "failover")
     # The next supervisor is started when its agent has given the former one up.
     seen = min([seen, *(one["claimed"] for one in events if one.get("claimed"))])
     decided = first(events, "relaunch")
-    started = first(events, "rank up")
+    started = first(events, "rank_started")
     lines = steps(run)
     old = max(line["step"] for line in lines if line["attempt"] <= number)
     later = [line for line in lines if line["attempt"] > number]

@@ -58,6 +58,7 @@ DEFERRED_ONLY = {("numpy", "checkpoint"), ("numpy", "planner")}
 
 FOLDERS = {
     "checkpoint": (("parity", "objects", "lustre"), ("flush", "policy"), ("restore",)),
+    "specs": (("events",),),
     "launch": (("watch", "failover"), ("agents",), ("checkpointing",)),
     "tuning": (("registry", "model"), ("lint", "log"), ("policy",), ("host",)),
 }

@@ -25,6 +25,9 @@ from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.runs.run_state import read_run_states
 from hpcrun.slurm.allocation import step_environment
 from hpcrun.specs.cluster import load_cluster
+from hpcrun.specs.events.event import EventStamp
+from hpcrun.specs.events.log import EventRecord
+from hpcrun.specs.events.supervisor import ChaosEvent
 from hpcrun.specs.load import load_run_job
 from hpcrun.specs.placement import Placement, read_placement
 from hpcrun.specs.records import JsonLineWriter, read_json
@@ -234,13 +237,13 @@ class Injection:
             if first.get("is_gone"):
                 raise TargetNotReadyError(words)
             raise UsageError(words) if first["exit_code"] == UsageError.exit_code else SiteError(words)
-        return self._record("struck", first)
+        return self._record(first)
 
     def news(self, timeout_s: float = 0.0) -> list[dict[str, Any]]:
         """What has been said since then, which is recorded as well."""
         self._read(timeout_s)
         said, self._said = self._said, []
-        return [self._record(one["kind"], one) for one in said]
+        return [self._record(message) for message in said]
 
     @property
     def is_over(self) -> bool:
@@ -268,23 +271,21 @@ class Injection:
         said = (self._child.stderr.read() or b"").decode(errors="replace")
         return next((line.strip()[:300] for line in reversed(said.splitlines()) if line.strip()), "")
 
-    def _record(self, event: str, said: dict[str, Any]) -> dict[str, Any]:
+    def _record(self, said: dict[str, Any]) -> dict[str, Any]:
         """One line of chaos.jsonl; time and monotonic are those of the node, at the moment itself."""
         fault, aimed = self.aim.fault, self.aim
-        record = {
-            "time": said["time"],
-            "monotonic": said["monotonic"],
-            "attempt": aimed.attempt,
-            "event": event,
-            "do": fault.do,
-            "rank": fault.rank,
-            "node": aimed.node,
-            "text": said["text"],
-            "pids": said["pids"],
-            "seed": fault.seed,
-            "by": user_name(),
-            "from": os.uname().nodename,
-        }
+        stamp = EventStamp(said["time"], said["monotonic"], aimed.attempt, os.uname().nodename)
+        event = ChaosEvent(
+            said["kind"],
+            fault.do,
+            fault.rank,
+            aimed.node,
+            said["text"],
+            tuple(said["pids"]),
+            fault.seed,
+            user_name(),
+        )
+        record = EventRecord(stamp, event).as_json()
         writer = JsonLineWriter(aimed.run.chaos)
         writer.write(record)
         writer.close()

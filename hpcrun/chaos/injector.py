@@ -56,14 +56,14 @@ def execute_injection(run: RunDir, order: Mapping[str, Any]) -> int:
 def _kill_rank(run: RunDir, order: Mapping[str, Any]) -> None:
     number = signal.Signals(order["signal"])
     with _open_handles(_rank_process_tree(run, order, order["rank"])) as handles:
-        _report("struck", f"{number.name} to rank {order['rank']}", handles)
+        _report("injected", f"{number.name} to rank {order['rank']}", handles)
         _signal_all(handles, number)
 
 
 def _stop_rank(run: RunDir, order: Mapping[str, Any]) -> None:
     rank, lasts_s = order["rank"], order["for_s"]
     with _open_handles(_rank_process_tree(run, order, rank)) as handles:
-        _report("struck", f"SIGSTOP to rank {rank}", handles)
+        _report("injected", f"SIGSTOP to rank {rank}", handles)
         try:
             _stop_processes(handles, lambda: _rank_process_tree(run, order, rank))
             if lasts_s is not None:
@@ -72,12 +72,12 @@ def _stop_rank(run: RunDir, order: Mapping[str, Any]) -> None:
             if lasts_s is not None:
                 _resume_ranks(run, order, [rank])
         if lasts_s is not None:
-            _report("over", f"SIGCONT to rank {rank}")
+            _report("removed", f"SIGCONT to rank {rank}")
 
 
 def _resume_rank(run: RunDir, order: Mapping[str, Any]) -> None:
     with _open_handles(_rank_process_tree(run, order, order["rank"])) as handles:
-        _report("struck", f"SIGCONT to rank {order['rank']}", handles)
+        _report("injected", f"SIGCONT to rank {order['rank']}", handles)
         _signal_all(handles, signal.SIGCONT)
 
 
@@ -87,7 +87,7 @@ def _slow_node(run: RunDir, order: Mapping[str, Any]) -> None:
     found = _rank_process_trees(run, order, ranks)
     if not found:
         raise TargetGoneError(f"no rank of {run.id} runs on {_local_node()} any more")
-    _report("struck", f"takes {share:.0%} of the time from {_format_ranks(ranks)}", found)
+    _report("injected", f"takes {share:.0%} of the time from {_format_ranks(ranks)}", found)
     end = time.monotonic() + order["for_s"]
     try:
         while found and time.monotonic() < end:
@@ -97,7 +97,7 @@ def _slow_node(run: RunDir, order: Mapping[str, Any]) -> None:
             found = _rank_process_trees(run, order, ranks)
     finally:
         _resume_ranks(run, order, ranks)
-    _report("over", f"leaves {_format_ranks(ranks)} alone")
+    _report("removed", f"leaves {_format_ranks(ranks)} alone")
 
 
 def _pause_for_share(share: float, handles: Sequence[ProcessHandle], until: float) -> bool:
@@ -124,7 +124,7 @@ def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
     agents = _find_agents(run, order)
     if not agents:
         raise TargetGoneError(f"no agent of {run.id} runs on {_local_node()} any more")
-    _report("struck", "SIGKILL to the agent", agents)
+    _report("injected", "SIGKILL to the agent", agents)
     process.kill_processes(agents)
 
 
@@ -137,7 +137,7 @@ def _kill_node(run: RunDir, order: Mapping[str, Any]) -> None:
     all_of_it = [one for one in dict.fromkeys(found) if one.pid not in ours and _is_own_process(one)]
     if not all_of_it:
         raise TargetGoneError(f"nothing of {run.id} runs on {_local_node()} any more")
-    _report("struck", f"SIGKILL to all of the run on {_local_node()}", all_of_it)
+    _report("injected", f"SIGKILL to all of the run on {_local_node()}", all_of_it)
     process.kill_processes(all_of_it)
 
 
@@ -145,18 +145,18 @@ def _kill_supervisor(run: RunDir, order: Mapping[str, Any]) -> None:
     found = _find_supervisor(order)
     if not found:
         raise TargetGoneError(f"the supervisor of {run.id} does not run on {_local_node()} any more")
-    _report("struck", "SIGKILL to the supervisor", found)
+    _report("injected", "SIGKILL to the supervisor", found)
     process.kill_processes(found)
 
 
 def _fill_disk(run: RunDir, order: Mapping[str, Any]) -> None:
     where = Path(order["where"])
     with DiskFiller(where, run.path, force=order["force"]) as filler:
-        _report("struck", f"fills {where} ({filler.told})")
+        _report("injected", f"fills {where} ({filler.told})")
         taken = filler.fill(order["leave_mib"] * 2**20, lambda: _wait(0))
         _report("filled", f"took {taken / 2**20:.0f} MiB of {where}", taken_bytes=taken)
         _wait(order["for_s"])
-    _report("over", f"gives {where} back")
+    _report("removed", f"gives {where} back")
 
 
 _INJECTIONS: dict[str, Callable[[RunDir, Mapping[str, Any]], None]] = {

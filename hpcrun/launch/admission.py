@@ -19,6 +19,7 @@ from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.events.supervisor import PreflightEvent, PreflightFinding
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.preflight import selected_preflight_checks
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -74,11 +75,12 @@ class PreflightResult:
         for text, nodes in said.items():
             yield f"{_MESSAGE_PREFIX}{fold_hosts(nodes)}: {text}"
 
-    def as_event(self) -> dict[str, Any]:
+    def as_event(self) -> PreflightEvent:
         """As it stands in the run's events."""
-        found = [{"node": node, **one.as_json()} for node, one in self.found]
-        rest = {"nodes": len(self.nodes), "seconds": round(self.seconds, 3), "found": found}
-        return {**rest, "excluded": sorted(self.refused)}
+        found = tuple(
+            PreflightFinding(node, one.check, one.verdict, one.text, one.common) for node, one in self.found
+        )
+        return PreflightEvent(len(self.nodes), round(self.seconds, 3), found, tuple(sorted(self.refused)))
 
     def node_faults(self, attempt: Attempt, job: int, now: float) -> list[NodeFault]:
         """What is to be remembered against nodes, for the jobs that come after."""

@@ -29,11 +29,31 @@ from hpcrun.launch.fault_class import FaultClass
 from hpcrun.launch.final_save import SaveDurations
 from hpcrun.launch.launchers import LaunchRequest
 from hpcrun.launch.signal_queue import SignalQueue
-from hpcrun.launch.watch.stacks import StackGroup, find_outlier, group_stacks, stack_groups_as_json
+from hpcrun.launch.watch.stacks import StackGroup, find_outlier, group_stacks
 from hpcrun.launch.watch.stragglers import StragglerDetector
 from hpcrun.launch.watch.watchdog import Hang, HangWatchdog
+from hpcrun.specs.events.attempt import (
+    ExitEvent,
+    HangEvent,
+    LauncherEndedEvent,
+    LaunchEvent,
+    ProcessesEndedEvent,
+    RankContinuedEvent,
+    RankEndedEvent,
+    RankFailedEvent,
+    RanksConnectedEvent,
+    RanksNotConnectedEvent,
+    RankStacks,
+    RankStartedEvent,
+    RankStoppedEvent,
+    ResultEvent,
+    StacksEvent,
+)
+from hpcrun.specs.events.event import Event
+from hpcrun.specs.events.log import EventWriter
+from hpcrun.specs.events.supervisor import NodeLostEvent, SignalEvent, StragglerEvent
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.records import JsonLineReader, JsonLineWriter
+from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.units import parse_time
 
@@ -116,6 +136,10 @@ class AttemptOutcome:
         """The files of the attempt that has ended so."""
         return self.run.attempt(self.attempt)
 
+    def as_event(self) -> ExitEvent:
+        """The event that ends the attempt."""
+        return ExitEvent(self.status, self.exit_code, self.message)
+
 
 class AttemptMonitor:
     """Follows one attempt from its launch to its outcome."""
@@ -126,7 +150,7 @@ class AttemptMonitor:
         nodes: Nodes,
         observer: RunObserver,
         limits: AttemptLimits,
-        events: JsonLineWriter,
+        events: EventWriter,
         metrics: JsonLineReader,
         watchdog: HangWatchdog,
         again: Literal["train", "submit"] = "train",
@@ -166,22 +190,22 @@ class AttemptMonitor:
         launch = self._launch
         if self._lost:
             return self._not_started_outcome()
-        self._event("launch", ranks=launch.ranks, command=list(launch.command), job=launch.job)
+        self._event(LaunchEvent(launch.ranks, tuple(launch.command), launch.job))
         running = AttemptProcesses(self._launch, inbox, self._nodes)
         try:
             verdict = self._follow(running)
             missing = running.missing
             if verdict == "hung":
-                ranks = list(self._hang.ranks) if self._hang else []
-                self._event("hang", ranks=ranks, what=str(self._hang))
+                ranks = tuple(self._hang.ranks) if self._hang else ()
+                self._event(HangEvent(ranks, str(self._hang)))
                 self._dump(running)
             elif verdict == "not started":
                 self._unreached = self._nodes.try_connections()
-                self._event("not met", ranks=missing, what=self._describe_missing_ranks(missing))
+                self._event(RanksNotConnectedEvent(tuple(missing), self._describe_missing_ranks(missing)))
                 self._dump(running)
         finally:
             stuck = running.end()
-            self._event("ended", stuck=stuck)
+            self._event(ProcessesEndedEvent(tuple(stuck)))
         # Whether a node is gone often shows only when it is told to clear up.
         lost = [*self._nodes.lost][self._lost_before :]
         self._lost = [one for one in lost if one.node in self._launch.placement.ranks]
@@ -191,7 +215,7 @@ class AttemptMonitor:
         for one in stuck:
             self._observer.note(f"{one} of this run could not be ended")
         outcome = self._outcome(verdict, missing)
-        self._event("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
+        self._event(outcome.as_event())
         return outcome
 
     def _not_started_outcome(self) -> AttemptOutcome:
@@ -202,7 +226,7 @@ class AttemptMonitor:
         outcome = self._failed(
             explain_failure(attempt, self._launch.ranks, [], None, self._lost, name), "failed"
         )
-        self._event("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
+        self._event(outcome.as_event())
         return outcome
 
     def _follow(self, running: AttemptProcesses) -> _Verdict:
@@ -216,29 +240,29 @@ class AttemptMonitor:
     def _take(self, running: AttemptProcesses, happening: AttemptEvent) -> None:
         match happening:
             case RankStarted(rank, node, pid):
-                self._event("rank up", rank=rank, node=node, pid=pid)
+                self._event(RankStartedEvent(rank, node, pid))
                 for number in self._asked:
                     running.signal(number, rank)
             case WorldReady():
                 self._start_by = None
                 seconds = time.monotonic() - self._began
-                self._event("ranks met", seconds=seconds)
+                self._event(RanksConnectedEvent(seconds))
                 self._observer.ranks_ready(self._launch.ranks, seconds)
                 if not self._launch.uses_exit_records:
                     self._nodes.warm(self._launch.placement.spares)
             case RankEnded(rank, node, pid, status):
                 self._ended.append(happening)
-                self._event("rank ended", rank=rank, node=node, pid=pid, wait_status=status)
+                self._event(RankEndedEvent(rank, node, pid, status))
                 self._settle(self._limits.leave_s if status in (0, None) else self._limits.settle_s)
             case RankProgress():
                 self._watchdog.heard(happening, time.monotonic())
                 self._stragglers.heard(happening)
                 self._report_stragglers(running)
             case RankStopped(rank, node, is_stopped):
-                self._event("rank stopped" if is_stopped else "rank goes on", rank=rank, node=node)
+                self._event((RankStoppedEvent if is_stopped else RankContinuedEvent)(rank, node))
                 self._watchdog.stopped(rank, is_stopped, time.monotonic())
             case RankFailed(rank):
-                self._event("rank gave up", rank=rank)
+                self._event(RankFailedEvent(rank))
                 self._settle(self._limits.settle_s)
             case NodeLost(node, why):
                 self._record_lost_node(node, why)
@@ -247,7 +271,7 @@ class AttemptMonitor:
                     self._settle(self._limits.settle_s)
             case LauncherEnded(status):
                 self._launcher = happening
-                self._event("launcher ended", wait_status=status)
+                self._event(LauncherEndedEvent(status))
                 self._settle(self._limits.settle_s)
                 if running.is_over:
                     self._settle(_LAST_POLL_S)
@@ -256,7 +280,7 @@ class AttemptMonitor:
                 # What a program has left in the background is not waited for.
                 seconds = self._limits.leave_s if self._launch.uses_exit_records else self._limits.finish_s
                 self._finish_by = time.monotonic() + seconds
-                self._event("result", **result)
+                self._event(ResultEvent(str(result.get("status", "done")), result.get("step")))
             case SignalReceived(number):
                 self._ask(running, number)
             case _:
@@ -267,14 +291,14 @@ class AttemptMonitor:
     def _record_lost_node(self, node: str, why: str) -> None:
         if node not in self._recorded_lost:
             self._recorded_lost.add(node)
-            self._event("node lost", node=node, why=why)
+            self._event(NodeLostEvent(node, why))
 
     def _settle(self, seconds: float) -> None:
         by = time.monotonic() + seconds
         self._settle_by = by if self._settle_by is None else min(by, self._settle_by)
 
     def _ask(self, running: AttemptProcesses, number: signal.Signals) -> None:
-        self._event("signal", signal=number.name)
+        self._event(SignalEvent(number.name))
         if number == signal.SIGINT:
             self._interrupts += 1
         if number == signal.SIGUSR2 and not self._launch.can_save:
@@ -325,7 +349,7 @@ class AttemptMonitor:
     def _report_stragglers(self, running: AttemptProcesses) -> None:
         """Say which nodes have become slow; where they are to be replaced, have the ranks save for it."""
         for one in self._stragglers.new() if self._launch.stragglers != "off" else ():
-            self._event("straggler", node=one.node, score=one.score, message=str(one))
+            self._event(StragglerEvent(one.node, one.score, str(one)))
             self._observer.note(str(one))
             can_replace = self._launch.placement.spares and self._stop is None and not self._replaced
             if self._launch.stragglers == "replace" and can_replace and not self._launch.uses_exit_records:
@@ -336,7 +360,7 @@ class AttemptMonitor:
     def _dump(self, running: AttemptProcesses) -> None:
         """Where every rank stands, before they are ended."""
         self._groups = group_stacks(running.dump_stacks())
-        self._event("dump", groups=stack_groups_as_json(self._groups))
+        self._event(StacksEvent(tuple(RankStacks(one.ranks, one.nodes, one.place) for one in self._groups)))
 
     def _read_metrics(self) -> None:
         for record in self._metrics.read():
@@ -432,9 +456,8 @@ class AttemptMonitor:
     def _at_step(self) -> str:
         return "" if self._step is None else f" at step {self._step}"
 
-    def _event(self, event: str, **more: Any) -> None:
-        now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": self._launch.attempt.number}
-        self._events.write(now | {"event": event} | more)
+    def _event(self, event: Event) -> None:
+        self._events.append(event, self._launch.attempt.number)
 
 
 def _is_past(by: float | None, now: float) -> bool:

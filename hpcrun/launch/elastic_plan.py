@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from hpcrun.runs.snapshot import read_replica_counts
 from hpcrun.specs.plan import Plan
@@ -22,15 +21,15 @@ class ElasticPlan:
     def __str__(self) -> str:
         return f" with {self.plan.replicas}" if self.plan is not None and self.plan.replicas else ""
 
-    def relaunch_record(self, last: Attempt) -> dict[str, Any]:
-        """What a relaunch tells of replicas: how many there are, were, should be; nothing where all are."""
+    def replicas_after(self, last: Attempt) -> tuple[int | None, ...]:
+        """How many replicas there are, were, and should be; empty where none is missing."""
         if self.plan is None:
-            return {}
+            return ()
         now, missing = self.plan, read_replica_counts(last)
         if now.whole_dp is None and missing is None:
-            return {}
+            return ()
         before, whole = missing or (now.whole_dp, now.whole_dp)
-        return {"replicas": now.degrees.dp, "replicas_before": before, "replicas_whole": whole}
+        return now.degrees.dp, before, whole
 
 
 def plan_for_nodes(prepared: PreparedJob, per_node: int, left: int) -> ElasticPlan:

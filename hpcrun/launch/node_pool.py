@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.elastic_plan import ElasticPlan, min_nodes, plan_for_nodes
 from hpcrun.launch.run_context import RunContext
+from hpcrun.specs.events.supervisor import RelaunchEvent
 from hpcrun.specs.rundir import Attempt
 from hpcrun.submission.prepare import PreparedJob
 
@@ -71,12 +71,8 @@ class NodePool:
         left = len(self.left(nodes))
         return f"{self.least} nodes are needed, and {left} are left" if left < self.least else None
 
-    def relaunch_record(self, nodes: Nodes, last: Attempt) -> dict[str, Any]:
-        """What a relaunch after this attempt tells of its nodes and replicas."""
+    def relaunch_event(self, nodes: Nodes, last: Attempt) -> RelaunchEvent:
+        """The event of a relaunch after this attempt, with its nodes and replicas."""
         fit = self.fit(nodes)
-        out = sorted(self._refused | self._lost.difference(nodes.alive))
-        return {
-            "excluded": out,
-            "spares_left": len(self.left(nodes)) - fit.nodes,
-            **fit.relaunch_record(last),
-        }
+        excluded = tuple(sorted(self._refused | self._lost.difference(nodes.alive)))
+        return RelaunchEvent(excluded, len(self.left(nodes)) - fit.nodes, *fit.replicas_after(last))

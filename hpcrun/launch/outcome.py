@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from hpcrun.errors import EXIT_DO_NOT_RESTART, EXIT_SITE, SiteError
 from hpcrun.launch import recovery
@@ -17,6 +16,8 @@ from hpcrun.launch.requeue_exclusion import apply_requeue_exclusion, build_reque
 from hpcrun.launch.run_context import RunContext
 from hpcrun.runs.lease import LeaderEventWriter
 from hpcrun.slurm.allocation import batch_identity
+from hpcrun.specs.events.event import Event
+from hpcrun.specs.events.supervisor import RequeueEvent
 from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
@@ -31,11 +32,10 @@ class OutcomeRecorder:
     ) -> None:
         self._spec, self._context, self._note, self._verify = spec, site, note, verify
 
-    def event(self, attempt: Attempt, event: str, **more: Any) -> None:
-        """A line of the run's story, before an attempt begins or after it is over."""
+    def event(self, attempt: Attempt, event: Event) -> None:
+        """Write an event, before an attempt begins or after it is over."""
         events = LeaderEventWriter(attempt.run.events, self._verify)
-        now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": attempt.number}
-        events.write(now | {"event": event} | more)
+        events.append(event, attempt.number)
         events.close()
 
     def attempt(self, outcome: AttemptOutcome, **after: str | None) -> None:
@@ -56,7 +56,7 @@ class OutcomeRecorder:
         if fate == "queued again":
             # A preemption, or somebody's `scontrol requeue`: the run is not over.
             self.attempt(outcome, requeued="preemption")
-            self.event(outcome.files, "requeue", cause="preemption")
+            self.event(outcome.files, RequeueEvent("preemption"))
             return outcome
         if fate == "time limit" and outcome.status != "saved":
             outcome = replace(outcome, status="failed", message=f"reached its time limit; {outcome.message}")
@@ -65,7 +65,7 @@ class OutcomeRecorder:
         cause, told = self._queue_again(outcome, progress)
         self.attempt(outcome, requeued=cause)
         if cause is not None:
-            self.event(outcome.files, "requeue", cause=cause)
+            self.event(outcome.files, RequeueEvent(cause))
             return outcome
         self._verify()
         told = told or (refused if outcome.attempt > 1 else "")

@@ -38,6 +38,7 @@ from hpcrun.launch.telemetry_session import telemetry_session
 from hpcrun.launch.watch.watchdog import HangWatchdog
 from hpcrun.runs.lease import FencedError, LeaderEventWriter
 from hpcrun.runs.run_lock import clean_up_leftovers, take_over_run_lock
+from hpcrun.specs.events.supervisor import FaultEvent
 from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.load import render_job
 from hpcrun.specs.origin import record_provenance
@@ -183,9 +184,7 @@ class Supervisor:
             if refused is not None:
                 return self._close(outcome, refused)
             self._outcome_recorder.attempt(outcome, relaunched=cause)
-            self._outcome_recorder.event(
-                outcome.files, "relaunch", **self._node_pool.relaunch_record(nodes, outcome.files)
-            )
+            self._outcome_recorder.event(outcome.files, self._node_pool.relaunch_event(nodes, outcome.files))
             fit, step = self._node_pool.fit(nodes), self._newest_step(outcome)
             # A supervisor that has just come knows only of what lies in the run directory.
             knows = (
@@ -207,9 +206,9 @@ class Supervisor:
         self._attempts_without_progress = 0 if progress else self._attempts_without_progress + 1
         is_same = not progress and cause in ("crash", "hang") and recovery.is_repeated_failure(run, outcome)
         kind = "deterministic" if is_same else "infrastructure" if cause == "straggler" else outcome.kind
-        more: dict[str, Any] = {"nodes": list(outcome.suspects or outcome.lost), "rank": outcome.rank}
-        more |= {"cause": cause, "kind": kind, "message": outcome.message}
-        self._outcome_recorder.event(outcome.files, "fault", **more)
+        at_fault = outcome.suspects or outcome.lost
+        fault = FaultEvent(cause, kind, at_fault, outcome.rank, outcome.message)
+        self._outcome_recorder.event(outcome.files, fault)
         self._node_pool.lose(outcome.lost)
         self._node_pool.avoid(outcome.suspects, nodes)
         if allocation is not None:
@@ -241,7 +240,7 @@ class Supervisor:
         if ask is None:
             return None
         found = admission.run_preflight(ask, nodes)
-        self._outcome_recorder.event(attempt, "preflight", **found.as_event())
+        self._outcome_recorder.event(attempt, found.as_event())
         for text in found.notes(warnings=allocation is not None):
             self._observer.note(text)
         self._node_pool.refuse(found.refused)
@@ -253,8 +252,7 @@ class Supervisor:
         stopped = admission.preflight_failure_outcome(
             attempt, found, self._node_pool.left(nodes), self._node_pool.least, gone
         )
-        ended = {"status": stopped.status, "exit_code": stopped.exit_code, "message": stopped.message}
-        self._outcome_recorder.event(attempt, "exit", **ended)
+        self._outcome_recorder.event(attempt, stopped.as_event())
         return stopped
 
     def _stopped_early(self, attempt: Attempt) -> AttemptOutcome | None:
@@ -287,12 +285,11 @@ class Supervisor:
         again = "submit" if self._context.is_batch else "train"
         text = f"{number.name}: stopped before the ranks were started{at}"
         text = f"{text}; go on with: hpcrun {again} --resume {run.id}"
-        ended = {"status": status, "exit_code": code, "message": text}
+        newest = attempts[0].number if attempts else 1
+        outcome = AttemptOutcome(run, newest, status, code, text, step, stop=number)
         for attempt in attempts:
-            self._outcome_recorder.event(attempt, "exit", **ended)
-        return AttemptOutcome(
-            run, attempts[0].number if attempts else 1, status, code, text, step, stop=number
-        )
+            self._outcome_recorder.event(attempt, outcome.as_event())
+        return outcome
 
     def _remember(self, seen: Iterable[NodeFault]) -> None:
         """Keep what was seen of nodes for the user's other jobs."""

@@ -14,7 +14,7 @@ from hpcrun.runs.ledger import GoodputLedger, read_ledger, sum_ledgers
 from hpcrun.runs.level_text import describe_spare_replicas
 from hpcrun.runs.run_state import RunState, read_element_states, read_run_states, with_slurm_state
 from hpcrun.runs.snapshot import read_replica_counts
-from hpcrun.runs.timeline import is_valid_timestamp
+from hpcrun.specs.events.log import read_events
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import read_json, read_json_lines
@@ -40,7 +40,7 @@ def describe_run(run: RunDir) -> tuple[dict[str, Any], GoodputLedger]:
         "attempts": [_describe_attempt(one, state) for one in run.attempts()],
         "saved_steps": [one.step for one in resumable_checkpoints(run.checkpoints)],
         "save_levels": levels.as_json(),
-        "save_lines": levels.lines() + describe_spare_replicas(read_json_lines(run.events)),
+        "save_lines": levels.lines() + describe_spare_replicas(read_events(run.events)),
     }
     return told, compute_run_ledger(state)
 
@@ -65,10 +65,7 @@ def _event_clock_time(run: RunDir, at: float | None) -> float:
     That is the time of the last event, and what has passed on the file system since: this host's clock may be
     another than both.
     """
-    last = max(
-        (one["time"] for one in read_json_lines(run.events) if is_valid_timestamp(one.get("time"))),
-        default=None,
-    )
+    last = max((record.time for record in read_events(run.events)), default=None)
     if at is None:
         try:
             at = read_filesystem_clock(run.path)

@@ -98,7 +98,7 @@ def _failure_kind(record: Record, attempt: AttemptTimeline) -> FailureKind | Non
     if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER or record.get("kind") in _PROGRAM_FAULTS:
         return None
     cause = str(record.get("cause") or record.get("event") or "")
-    if cause in ("rank gave up", "rank ended", "launcher ended"):
+    if cause in ("rank_failed", "rank_ended", "launcher_ended"):
         return "process"
     kind = _FAILURE_KINDS.get(cause)
     nodes = record.get("nodes")

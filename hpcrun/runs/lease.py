@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.runs.run_lock import RunOwnedError
+from hpcrun.specs.events.event import Event
+from hpcrun.specs.events.log import EventWriter
 from hpcrun.specs.io_retry import retry_while_full
-from hpcrun.specs.records import JsonLineWriter, read_json, write_json
+from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
 LEASE_RENEW_S = 1.0
@@ -185,18 +187,18 @@ class Leadership:
         self.check()
 
 
-class LeaderEventWriter(JsonLineWriter):
-    """The event log of a run that may change hands: each line names its host, and none is a fenced one's."""
+class LeaderEventWriter(EventWriter):
+    """The event log of a run that may change hands: a supervisor that was fenced writes nothing."""
 
     def __init__(self, path: Path, verify: Callable[[], None]) -> None:
         self._verify = verify
         verify()
         retry_while_full(lambda: super(LeaderEventWriter, self).__init__(path))
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one record; FencedError where another leads."""
+    def append(self, event: Event, attempt: int) -> None:
+        """Write one event; FencedError where another leads."""
         self._verify()
-        retry_while_full(lambda: super(LeaderEventWriter, self).write(record | {"host": os.uname().nodename}))
+        retry_while_full(lambda: super(LeaderEventWriter, self).append(event, attempt))
 
 
 def leader_fingerprint(run: RunDir) -> str:

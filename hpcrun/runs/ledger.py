@@ -256,13 +256,13 @@ def _fault_cause(attempt: AttemptTimeline, record: Record) -> str:
         return str(record.get("cause") or "unknown")
     if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER:
         return "not a number"
-    if record.get("event") in ("node lost", "hang"):
-        return str(record["event"])
+    if record.get("event") in ("node_lost", "hang"):
+        return str(record["event"]).replace("_", " ")
     if record:
         return "crash"
     if not attempt.is_over:
         return "supervisor lost"
-    return "hang" if "ranks met" in attempt.marks else "not started"
+    return "hang" if "ranks_connected" in attempt.marks else "not started"
 
 
 def _recovery_seconds(

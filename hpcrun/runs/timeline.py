@@ -13,7 +13,7 @@ _CLOCK_TOLERANCE_S = 0.5
 """A wall clock that drifts by more than this against the monotonic one has been set."""
 _MAX_TIME_S = 1e11
 """No time stamp is further from 1970 than this: what says so is damaged."""
-_FAULT_EVENTS = ("fault", "hang", "node lost", "rank gave up", "rank ended", "launcher ended")
+_FAULT_EVENTS = ("fault", "hang", "node_lost", "rank_failed", "rank_ended", "launcher_ended")
 
 _BACKGROUND_KINDS = (
     "stored",
@@ -85,12 +85,12 @@ class AttemptTimeline:
         self.steps = [line for line in self.lines if line.kind == "step"]
         self.exit: Record = next((one for one in self._events if one.get("event") == "exit"), {})
         self._measure()
-        self.is_over = "exit" in self.marks or "ended" in self.marks
+        self.is_over = "exit" in self.marks or "processes_ended" in self.marks
         self.is_good = "result" in self.marks or self.exit.get("status") in ("done", "saved")
 
     def _measure(self) -> None:
         """The length, and what the wall clock, as it goes now, showed then."""
-        end = self.marks.get("exit", self.marks.get("ended"))
+        end = self.marks.get("exit", self.marks.get("processes_ended"))
         last = self._places[-1] if self._places else 0.0
         self.length = last if end is None else end
         if end is None:
@@ -124,10 +124,12 @@ class AttemptTimeline:
         if not self._events or not stamps or len(self._clocks) != 1:
             return 0.0
         offset = self._clocks[0].offset
-        last = next((self.marks[name] for name in ("result", "exit", "ended") if name in self.marks), None)
+        last = next(
+            (self.marks[name] for name in ("result", "exit", "processes_ended") if name in self.marks), None
+        )
         if last is None and self._now is not None:
             last = self._now - offset
-        behind = self.marks.get("ranks met", 0.0) - (min(stamps) - offset)
+        behind = self.marks.get("ranks_connected", 0.0) - (min(stamps) - offset)
         ahead = -math.inf if last is None else max(stamps) - offset - last
         if ahead > _CLOCK_TOLERANCE_S:
             return ahead
@@ -183,7 +185,7 @@ class AttemptTimeline:
             if one.get("event") in _FAULT_EVENTS and (self.is_over or one.get("wait_status") != 0)
         ]
         if not seen:
-            end = self.marks.get("ended", self.length)
+            end = self.marks.get("processes_ended", self.length)
             return (min(end, self.length), {}) if self.is_over else None
         named = next((one for _, one in seen if one.get("event") == "fault"), {})
         # The supervisor says the cause; rank and node may only stand in what was seen first.
@@ -193,7 +195,7 @@ class AttemptTimeline:
         """Its length, cut into buckets."""
         fault, result = self.fault(), self.marks.get("result")
         until = fault[0] if fault else self.length if result is None else min(result, self.length)
-        met = self.marks.get("ranks met", self.lines[0].begin if self.lines else None)
+        met = self.marks.get("ranks_connected", self.lines[0].begin if self.lines else None)
         met = until if met is None else min(max(met, 0.0), until)
         spans = dict.fromkeys(_ATTEMPT_BUCKETS, 0.0)
         spans["start"] = met
@@ -327,11 +329,6 @@ def _valid_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if -_MAX_TIME_S < value < _MAX_TIME_S else None
-
-
-def is_valid_timestamp(value: Any) -> TypeGuard[float]:
-    """Whether a value of a record can be a time stamp."""
-    return _valid_number(value) is not None
 
 
 def is_valid_count(value: Any) -> TypeGuard[int]:

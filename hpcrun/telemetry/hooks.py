@@ -19,7 +19,11 @@ from hpcrun.masking import Masker
 from hpcrun.runs.known_secrets import known_secrets
 from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.runs.timeline import is_valid_count
-from hpcrun.specs.records import JsonLineReader, write_json
+from hpcrun.specs.events.attempt import LaunchEvent, RanksConnectedEvent
+from hpcrun.specs.events.event import Event
+from hpcrun.specs.events.log import EventRecord, open_events
+from hpcrun.specs.events.supervisor import FaultEvent, RelaunchEvent, RequeueEvent
+from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.sidecar import load_sidecar_state, print_to_console, write_sidecar_log
 
@@ -29,12 +33,12 @@ TIME_LIMIT_S = 30.0
 """For one call."""
 _MAX_QUEUED_CALLS = 64
 """Calls of one hook; where it is that slow, the oldest of them are dropped."""
-_STATE_OF_EVENT = {
-    "launch": "starting",
-    "ranks met": "running",
-    "fault": "fault",
-    "relaunch": "relaunched",
-    "requeue": "requeued",
+_STATE_OF_EVENT: Mapping[type[Event], str] = {
+    LaunchEvent: "starting",
+    RanksConnectedEvent: "running",
+    FaultEvent: "fault",
+    RelaunchEvent: "relaunched",
+    RequeueEvent: "requeued",
 }
 _OPTIONAL_KEYS = ("cause", "nodes", "excluded", "spares_left")
 Record = Mapping[str, Any]
@@ -50,14 +54,14 @@ class StateChanges:
     firing: list[str] = field(default_factory=list)
     """The keys of the faults that the run has not recovered from."""
 
-    def of(self, events: Iterable[Record]) -> Iterator[dict[str, Any]]:
+    def of(self, events: Iterable[EventRecord]) -> Iterator[dict[str, Any]]:
         """The changes that these events are."""
-        for event in events:
-            state = _STATE_OF_EVENT.get(str(event.get("event")))
-            if state is not None and is_valid_count(event.get("attempt")):
-                self.attempt = event["attempt"]
-                more = {name: event[name] for name in _OPTIONAL_KEYS if name in event}
-                yield self._change(state, event.get("time"), str(event.get("message") or ""), **more)
+        for record in events:
+            state = _STATE_OF_EVENT.get(type(record.event))
+            if state is not None:
+                self.attempt, values = record.attempt, record.as_json()
+                more = {name: values[name] for name in _OPTIONAL_KEYS if name in values}
+                yield self._change(state, record.time, values.get("message", ""), **more)
 
     def end(self, record: Record | None) -> Iterator[dict[str, Any]]:
         """The last one, now that the supervisor is gone, by the exit record; none where it told before."""
@@ -103,7 +107,7 @@ class Hooks:
         told = load_sidecar_state(run, HOOKS_STATE)
         self._changes = _parse_state_changes(told.get("changes"))
         offset = told.get("events")
-        self._reader = JsonLineReader(run.events, offset if is_valid_count(offset) else 0)
+        self._reader = open_events(run.events, offset if is_valid_count(offset) else 0)
         folder = Path(orders["directory"])
         self._hooks = [_HookProgram(one, folder if folder.is_dir() else run.path) for one in orders["hooks"]]
         self._pending: deque[tuple[dict[str, Any], list[Future[None]]]] = deque()

@@ -32,8 +32,8 @@ TELEMETRY_STATES = (
     *("done", "saved", "failed", "interrupted", "lost"),
 )
 _FINAL_STATES = TELEMETRY_STATES[5:]
-_FAILURE_EVENTS = ("rank ended", "rank gave up", "node lost", "launcher ended")
-_IGNORED_EVENTS = ("rank up", "ranks met", "signal")
+_FAILURE_EVENTS = ("rank_ended", "rank_failed", "node_lost", "launcher_ended")
+_IGNORED_EVENTS = ("rank_started", "ranks_connected", "signal")
 """In the middle of a step, which is told of only at its end."""
 _MAX_TIME_S = 1e11
 _PIECE_BYTES = 4 << 20
@@ -148,7 +148,7 @@ class RunCounters:
         now = float(event["time"])
         if name == "launch":
             self._launch(event, now)
-        elif name == "ranks met" and not self.is_met:
+        elif name == "ranks_connected" and not self.is_met:
             self._count_time_until(now, "start")
             self.is_met, self.state, self.progress_at = True, "running", now
         elif name in _FAILURE_EVENTS:
@@ -156,7 +156,7 @@ class RunCounters:
         elif name == "result":
             self._count_time_until(now, "shutdown")
             self.is_good = True
-        elif name in ("ended", "exit"):
+        elif name in ("processes_ended", "exit"):
             self._count_time_until(
                 now, "recovery" if self.died_at is not None and not self.is_good else "shutdown"
             )
@@ -184,7 +184,7 @@ class RunCounters:
         self.progress_at, self.died_at = now, None
 
     def _death(self, event: Record, name: str, now: float) -> None:
-        is_orderly = name in ("rank ended", "launcher ended") and event.get("wait_status") == 0
+        is_orderly = name in ("rank_ended", "launcher_ended") and event.get("wait_status") == 0
         if self.is_good or is_orderly:
             self._count_time_until(now, "shutdown")
         elif self.died_at is not None:

@@ -97,8 +97,8 @@ def test_a_killed_rank_of_training_is_told_as_a_rehearsal(site: Site) -> None:
         run = site.only_run
         require_running(run)
         records = inject_fault(find_target(run, InjectedFault("kill-rank", rank=1)), lambda record: None)
-        assert [(one["event"], one["rank"], one["text"]) for one in records] == [
-            ("struck", 1, "SIGKILL to rank 1")
+        assert [(one["phase"], one["rank"], one["text"]) for one in records] == [
+            ("injected", 1, "SIGKILL to rank 1")
         ]
 
     outcome = site.run("wait", ranks=3, observer=Recorder(on_ready=kill))
@@ -106,10 +106,10 @@ def test_a_killed_rank_of_training_is_told_as_a_rehearsal(site: Site) -> None:
     assert outcome.message.startswith(f"rank 1 on node {NODE} (pid {pid}) was killed by signal 9 (SIGKILL)")
     (record,) = read_json_lines(outcome.run.chaos)
     assert record["pids"] == [pid]
-    ended = next(one for one in read_json_lines(outcome.run.events) if one["event"] == "rank ended")
+    ended = next(one for one in read_json_lines(outcome.run.events) if one["event"] == "rank_ended")
     assert 0 < record["monotonic"] < ended["monotonic"]
     told = [entry.text for entry in format_events(outcome.run)]
-    at = told.index(f"rehearsal on {NODE}: SIGKILL to rank 1")
+    at = told.index(f"chaos on {NODE}: SIGKILL to rank 1")
     fate = f"rank 1 on {NODE} was killed by signal 9 (SIGKILL) before the run was done"
     assert [text for text in told[at:] if text.startswith(fate)]
 
@@ -156,10 +156,10 @@ def test_what_lasts_is_undone_when_whoever_asked_is_gone(live: Live, fault: Inje
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
-        assert json.loads(child.stdout.readline())["kind"] == "struck"
+        assert json.loads(child.stdout.readline())["kind"] == "injected"
         until(lambda: state_of(live.program(0)) == "T")
         child.stdin.close()
-        assert json.loads(child.stdout.readline())["kind"] == "over"
+        assert json.loads(child.stdout.readline())["kind"] == "removed"
     assert [state_of(live.program(rank)) != "T" for rank in (0, 1)] == [True, True]
 
 
@@ -368,14 +368,14 @@ def test_a_scenario_is_played_in_order_until_the_run_is_over(live: Live, tmp_pat
             live.run.metrics.write_text('{"attempt": 1, "kind": "step", "step": 3}\n')
 
     assert not ScenarioRun(live.run, notes.append, write).run_all(scenes)
-    assert [(one["do"], one["event"]) for one in records] == [
-        ("stop-rank", "struck"),
-        ("resume-rank", "struck"),
-        ("slow", "struck"),
-        ("slow", "over"),
-        ("kill-rank", "struck"),
+    assert [(one["do"], one["phase"]) for one in records] == [
+        ("stop-rank", "injected"),
+        ("resume-rank", "injected"),
+        ("slow", "injected"),
+        ("slow", "removed"),
+        ("kill-rank", "injected"),
     ]
-    assert records == list(read_json_lines(live.run.chaos))
+    assert json.loads(json.dumps(records)) == list(read_json_lines(live.run.chaos))
     assert notes == [f"the run was over before step 4 (kill-rank, {path}:9)"]
 
 

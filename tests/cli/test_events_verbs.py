@@ -20,6 +20,7 @@ from hpcrun.cli.main import main
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
+from tests.event_lines import event_line
 
 Capture = pytest.CaptureFixture[str]
 T0 = 1_700_000_000.0
@@ -38,8 +39,10 @@ def write(run: RunDir, *events: dict[str, Any], metrics: tuple[dict[str, Any], .
             file.writelines(json.dumps(one) + "\n" for one in records)
 
 
-def at(moment: float, attempt: int, **more: Any) -> dict[str, Any]:
-    return {"time": T0 + moment, "attempt": attempt, **more}
+def at(moment: float, attempt: int, event: str = "", **values: Any) -> dict[str, Any]:
+    if event:
+        return event_line(event, T0 + moment, attempt, **values)
+    return {"time": T0 + moment, "attempt": attempt, **values}
 
 
 @pytest.fixture
@@ -50,12 +53,12 @@ def run(runs_root: Path) -> RunDir:
     write(
         run,
         at(0, 1, event="launch", ranks=2),
-        at(4, 1, event="ranks met", seconds=4.0),
-        at(10, 1, event="node lost", node="n02", why="no answer for 3 s"),
+        at(4, 1, event="ranks_connected", seconds=4.0),
+        at(10, 1, event="node_lost", node="n02", why="no answer for 3 s"),
         at(11, 1, event="exit", status="failed", exit_code=5, message="node n02 is lost"),
         at(12, 2, event="relaunch", excluded=["n02"], spares_left=1),
         at(12, 2, event="launch", ranks=2),
-        at(14, 2, event="ranks met", seconds=2.0),
+        at(14, 2, event="ranks_connected", seconds=2.0),
         at(18, 2, event="result", status="done"),
         at(20, 2, event="exit", status="done", exit_code=0, message="done at step 4"),
         metrics=(
@@ -106,19 +109,19 @@ def test_events_tell_the_story(run: RunDir, capsys: Capture) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("  ")[2] for line in lines] == [
         "attempt 1  launch of 2 ranks",
-        "attempt 1  ranks met after 4.0 s",
+        "attempt 1  ranks connected after 4.0 s",
         "attempt 1  node n02 lost: no answer for 3 s",
         "attempt 1  failed: node n02 is lost",
         "attempt 2  relaunch in the same allocation without n02; 1 spare left",
         "attempt 2  launch of 2 ranks",
         "attempt 2  goes on after step 2",
-        "attempt 2  ranks met after 2.0 s",
+        "attempt 2  ranks connected after 2.0 s",
         "attempt 2  done at step 4",
     ]
     assert call("events", run.id, "--json") == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["schema_version"], told["run"], len(told["events"])) == (1, run.id, 9)
-    assert told["events"][2]["what"] == "node lost"
+    assert told["events"][2]["what"] == "node_lost"
     empty = create_run("empty")
     empty.spec.write_text("name: e\n")
     assert call("events", empty.id) == 0

@@ -46,7 +46,7 @@ def test_a_run_goes_on_after_a_rehearsed_death_and_a_node_that_vanishes(desk: De
     assert outcomes(run) == [("failed", "crash", None), ("failed", "node", None), ("done", None, None)]
     told = desk.hpcrun("events", run.id).stdout
     assert told.index("SIGKILL to rank 1") < told.index("fault: crash")
-    assert told.index(f"rehearsal on {lost}: SIGKILL to all") < told.index("fault: node")
+    assert told.index(f"chaos on {lost}: SIGKILL to all") < told.index("fault: node")
     assert [one["do"] for one in read_json_lines(run.chaos)] == [
         *["stop-rank"] * 2,
         *["fill-disk"] * 3,
@@ -64,7 +64,7 @@ def test_a_run_outlives_an_agent_and_its_supervisor_but_not_what_brings_one_back
     )
     told = json.loads(desk.hpcrun("chaos", "play", run.id, "scenario.yaml", "--json").stdout)
     assert told["all_done"]
-    struck = [(one["do"], one["node"]) for one in told["records"] if one["event"] == "struck"]
+    struck = [(one["do"], one["node"]) for one in told["records"] if one["phase"] == "injected"]
     assert struck == [("slow", "n02"), ("kill-agent", "n02")]
     desk.until(lambda: run.attempt(2).rank_record(1).exists(), run)
     assert outcomes(run) == [("failed", "node", None)]

@@ -22,7 +22,7 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: 
     def newest_copies() -> dict[str, set[str]]:
         """Of the newest save of which all spares have said what they hold: which nodes' parts, by spare."""
         found: dict[int, dict[str, set[str]]] = {}
-        for line in events(run, "spare copies"):
+        for line in events(run, "spare_replica"):
             found.setdefault(line["step"], {})[line["node"]] = {*line["of"]}
         whole = [step for step in found if step >= 10 and len(found[step]) == 4]
         return found[max(whole)] if whole else {}
@@ -41,7 +41,7 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: 
         run
     )
     assert restored["step"] >= 10
-    assert bool(events(run, "takeover")) == (which == "the batch host")
+    assert bool(events(run, "failover")) == (which == "the batch host")
     second = records(run, "attempts/2/placement.json")[0]["nodes"]
     assert lost not in second
     assert (stored(run, "durable"), stored(run, "parity")) == ([60], [])

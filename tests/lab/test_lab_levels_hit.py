@@ -19,7 +19,7 @@ def test_whoever_takes_over_goes_on_from_memory(desk: Desk, launcher: str) -> No
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
     first = records(run, "attempts/1/placement.json")[0]["nodes"]
     desk.lab.node(first[0]).power_off()
-    desk.until(lambda: bool(events(run, "takeover")), run)
+    desk.until(lambda: bool(events(run, "failover")), run)
     assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     assert (restored["levels"], restored["rebuilt"]) == (["memory", "parity"], 1), story(run)

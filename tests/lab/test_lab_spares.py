@@ -89,8 +89,8 @@ def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
     desk.until(lambda: len(steps(run)) > 6, run)
     off = time.time()
     desk.lab.node("n01").power_off()
-    desk.until(lambda: bool(events(run, "takeover")), run)
-    took = events(run, "takeover")[0]
+    desk.until(lambda: bool(events(run, "failover")), run)
+    took = events(run, "failover")[0]
     assert (took["former"], took["epoch"]) == ("n01", 2)
     assert off < took["claimed"] < took["time"]
     assert took["host"] in ("n02", "n03")
@@ -131,7 +131,7 @@ def test_after_a_takeover_the_record_says_whether_the_next_run_starts(desk: Desk
         desk.lab.node(host).power_off()
     assert desk.ended(well, 200)["status"] == "done", story(well)
     assert desk.ended(ill, 200)["status"] == "failed", story(ill)
-    assert [len(events(run, "takeover")) for run in (well, ill)] == [1, 1]
+    assert [len(events(run, "failover")) for run in (well, ill)] == [1, 1]
     assert desk.ended(after_well)["status"] == "done", story(after_well)
     for run, before in ((after_ill, ill), (last, after_ill), (both, ill)):
         ended = desk.ended(run)
@@ -195,8 +195,8 @@ def test_a_batch_host_that_is_cut_off_stands_back(desk: Desk) -> None:
     cut = time.time()
     # It still sees the run directory, which all nodes of the lab share: only its own doubt holds it back.
     desk.lab.node("n01").cut_link()
-    desk.until(lambda: bool(events(run, "takeover")), run)
-    took = events(run, "takeover")[0]
+    desk.until(lambda: bool(events(run, "failover")), run)
+    took = events(run, "failover")[0]
     desk.lab.node("n01").restore_link()
     assert desk.ended(run)["status"] == "done", story(run)
     desk.until(lambda: nothing_is_left(desk), run)

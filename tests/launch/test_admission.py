@@ -77,7 +77,7 @@ def test_only_an_explicit_failure_keeps_a_node_out() -> None:
         "preflight: n02: space: /tmp: 0 MiB are free; the node is left out"
     ]
     event = found.as_event()
-    assert (event["nodes"], event["excluded"], event["found"][1]["node"]) == (3, ["n02"], "n01")
+    assert (event.nodes, event.excluded, event.found[1].node) == (3, ("n02",), "n01")
 
 
 def test_a_clock_that_is_far_off_is_told_and_can_be_left_out() -> None:

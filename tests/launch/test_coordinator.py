@@ -26,11 +26,20 @@ from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
 from hpcrun.launch.checkpointing.durability_watchdog import DurabilityWatchdog
 from hpcrun.launch.checkpointing.level_tracker import LevelTracker
 from hpcrun.launch.checkpointing.suspect_saves import implicates_save, read_suspect_saves, record_load_failure
-from hpcrun.runs.level_text import describe_level_event
 from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.events.checkpoint import (
+    CheckpointFailedEvent,
+    CheckpointStoredEvent,
+    CheckpointWorkerDiedEvent,
+    ErasureSetsEvent,
+    RestoreEvent,
+    SuspectSaveEvent,
+)
+from hpcrun.specs.events.event import Event, EventStamp
+from hpcrun.specs.events.log import EventRecord
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
-from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.rundir import Attempt, RunDir
 from tests.checkpoint.generations import save
 from tests.launch.pretended import PretendedNodes
 
@@ -68,13 +77,13 @@ class Site:
         self.nodes = PretendedNodes([*NODES, "spare"])
         self.nodes._hosts = LocalWorkers(self.run)
         self.notes: list[str] = []
-        self.events: list[dict[str, Any]] = []
+        self.events: list[EventRecord] = []
         checkpoint = CheckpointSpec.model_validate({"memory": 2, **section})
         spec = JobSpec.model_construct(checkpoint=checkpoint)
         self.keeper = CheckpointCoordinator(self.run, spec, self.nodes, self.tell, self.notes.append)
 
-    def tell(self, attempt: Any, event: str, **more: Any) -> None:
-        self.events.append({"event": event, "attempt": attempt.number, **more})
+    def tell(self, attempt: Attempt, event: Event) -> None:
+        self.events.append(EventRecord(EventStamp.now(attempt.number), event))
 
     def holds(self, *holdings: InventoryEntry) -> None:
         """From now on these are in the memory of the nodes that they name."""
@@ -99,8 +108,10 @@ class Site:
         self.keeper._workers.inventory([node])
         self.keeper.look()
 
-    def named(self, event: str) -> list[dict[str, Any]]:
-        return [one for one in self.events if one["event"] == event]
+    def named(self, name: str) -> list[dict[str, Any]]:
+        """The events of this name, as their lines say them."""
+        lines = [json.dumps(record.as_json()) for record in self.events if record.name == name]
+        return [json.loads(line) for line in lines]
 
 
 @pytest.fixture
@@ -121,7 +132,7 @@ def test_the_first_attempt_has_workers_and_nothing_to_go_on_from(site: Site) -> 
     assert (last["attempt"], last["set"], last["parity"]) == (1, ["a", "b", "c"], 1)
     assert last["peers"] == peers["nodes"]
     assert site.orders("spare", "configure")[-1]["set"] is None
-    assert "any one node" in site.named("erasure sets")[0]["message"]
+    assert "any one node" in site.named("erasure_sets")[0]["message"]
     assert site.named("restore") == []
 
 
@@ -131,7 +142,7 @@ def test_memory_is_gone_on_from_and_all_else_is_let_go(site: Site) -> None:
     assert plan is not None
     assert (plan.stamp, plan.levels, plan.lost_steps) == (stamp(20), ("memory",), 5)
     (event,) = site.named("restore")
-    assert (event["step"], event["levels"], event["lost_steps"], event["rebuilt"]) == (20, ["memory"], 5, 0)
+    assert (event["step"], event["tiers"], event["lost_steps"], event["rebuilt"]) == (20, ["memory"], 5, 0)
     assert site.orders("a", "release")[-1]["keep"] == [stamp(20).generation]
     assert site.keeper.step() == 20
 
@@ -213,8 +224,8 @@ def test_a_level_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> N
         )
     assert site.keeper.step(is_node_lost=True) == 5
     found = [
-        (one["level"], one["step"], one.get("seconds"), one.get("size_bytes"))
-        for one in site.named("checkpoint")
+        (one["tier"], one["step"], one["seconds"], one["size_bytes"])
+        for one in site.named("checkpoint_stored")
     ]
     assert found == [("memory", 5, None, None), ("parity", 5, 3.0, 30)]
 
@@ -229,9 +240,9 @@ def test_a_worker_that_dies_takes_down_what_it_had_not_stored(site: Site) -> Non
     while len(site.orders("c", "configure")) == configured and time.monotonic() < deadline:
         site.nodes.rest(0.05)
         site.keeper.look()
-    (died,) = site.named("drain died")
+    (died,) = site.named("checkpoint_worker_died")
     assert (died["node"], died["wait_status"]) == ("b", 3)
-    (failed,) = site.named("checkpoint")
+    (failed,) = site.named("checkpoint_failed")
     assert failed["problem"] == "b: its checkpoint worker died: something went wrong"
     # The others have been told where the new one listens.
     new = site.orders("c", "configure")[-1]["peers"]["b"]
@@ -252,7 +263,7 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     site.keeper.after(ended(3, 24))
     assert read_suspect_saves(site.run) == {stamp(20).generation: 1}
     site.keeper.after(ended(3, None))
-    assert [one["count"] for one in site.named("poison")] == [1, 2]
+    assert [one["count"] for one in site.named("suspect_save")] == [1, 2]
     site.holds(*(held(20, n) for n in range(3)), *(held(15, n) for n in range(3)))
     plan = site.prepare(4)
     assert plan is not None
@@ -388,7 +399,7 @@ def test_a_run_without_durable_saves_is_told_once_and_again_after_one(
 def test_only_so_many_generations_are_followed() -> None:
     story = LevelTracker(["a"])
     for step in range(1, 100):
-        assert [one["step"] for one in story.hear("a", {"kind": "sealed", **asdict(stamp(step))})] == [step]
+        assert [one.step for one in story.hear("a", {"kind": "sealed", **asdict(stamp(step))})] == [step]
     assert len(story._shares) == 16
     assert list(story.hear("stranger", {"kind": "sealed", **asdict(stamp(200))})) == []
 
@@ -405,31 +416,17 @@ def test_a_done_run_leaves_nothing_on_the_nodes_disks_but_what_is_nowhere_else(s
     assert site.orders("a", "release")[before:] == [{"do": "release", "keep": []}]
 
 
-def test_events_of_levels_in_words() -> None:
-    lost = {
-        "step": 20,
-        "levels": ["memory", "parity"],
-        "rebuilt": 1,
-        "lost_steps": 5,
-        "passed_over": ["x", "y"],
-    }
-    told = (
+def test_events_of_checkpoints_in_words() -> None:
+    restored = RestoreEvent(20, "ab", ("memory", "parity"), 5, ("x", "y"), 1, 0, (), 0.5)
+    assert str(restored) == (
         "goes on from step 20, out of memory and parity; 1 part rebuilt; 5 steps of saves lost: x and 1 more"
     )
-    assert describe_level_event("restore", lost) == told
-    assert (
-        describe_level_event("restore", {"step": 0, "levels": [], "lost_steps": 0})
-        == "starts from the beginning"
-    )
-    assert describe_level_event("checkpoint", {"step": 5, "level": "memory"}) == ""
-    assert (
-        describe_level_event("checkpoint", {"step": 5, "level": "durable"})
-        == "step 5 is in the run directory"
-    )
-    failed = {"step": 5, "level": "parity", "problem": "a: no room"}
-    assert describe_level_event("checkpoint", failed) == "step 5 is not stored (parity): a: no room"
-    assert describe_level_event("poison", {"step": 5, "generation": "ab", "count": 2}).endswith(
-        "(generation ab) has failed 2 times"
-    )
-    assert describe_level_event("erasure sets", {"message": "one\ntwo"}) == "one; two"
-    assert describe_level_event("drain died", {"node": "a"}).startswith("the checkpoint worker on a died")
+    assert str(RestoreEvent(0, None, (), 0, (), 0, 0, (), 0.5)) == "starts from the beginning"
+    assert str(CheckpointStoredEvent(5, "ab", "memory")) == ""
+    assert str(CheckpointStoredEvent(5, "ab", "durable")) == "step 5: saved"
+    failed = CheckpointFailedEvent(5, "ab", "parity", "a: no room")
+    assert str(failed) == "step 5: parity save failed: a: no room"
+    assert str(SuspectSaveEvent(5, "ab", 2)).endswith("(generation ab) has failed 2 times")
+    assert str(ErasureSetsEvent((), "one\ntwo")) == "one; two"
+    died = CheckpointWorkerDiedEvent("a", 3)
+    assert str(died) == "the checkpoint worker on a died; another one is started"

@@ -28,9 +28,10 @@ from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
+from tests.event_lines import event_line
 from tests.slurm.fakes import calls, stand_ins
 
-LOST = (1, "node lost", {"node": "n3"})
+LOST = (1, "node_lost", {"node": "n3"})
 WITHOUT = (1, "relaunch", {"excluded": ["n2", "n3"]})
 
 
@@ -50,7 +51,7 @@ def test_who_is_left_out(
     tmp_path: Path, events: list[tuple[int, str, dict[str, Any]]], lost: set[str], suspect: set[str]
 ) -> None:
     run = RunDir(tmp_path)
-    lines = [{"attempt": attempt, "event": event} | more for attempt, event, more in events]
+    lines = [event_line(event, 1.0, attempt, **values) for attempt, event, values in events]
     run.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [*map(set, read_left_out_nodes(run))] == [lost, suspect]
 
@@ -103,7 +104,7 @@ def test_a_lease_that_is_read_while_it_is_written_is_one_all_the_same(
 def test_a_wish_to_stop_outlives_the_supervisor_that_it_was_told(tmp_path: Path, way: str) -> None:
     run = RunDir(tmp_path)
     write_json(run.attempt(1).create().supervisor, {"started": 100.0})
-    told = {"attempt": 1, "event": "signal", "signal": "SIGTERM" if way == "heard" else "SIGUSR1"}
+    told = event_line("signal", 1.0, signal="SIGTERM" if way == "heard" else "SIGUSR1")
     run.events.write_text(json.dumps(told) + "\n")
     if way in ("not heard", "before"):
         # By the clock of a login node, hours from ours.

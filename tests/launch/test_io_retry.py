@@ -16,6 +16,7 @@ from hpcrun.launch import batch_task, outcome
 from hpcrun.launch import supervisor as supervisors
 from hpcrun.runs import lease
 from hpcrun.specs import io_retry
+from hpcrun.specs.events.supervisor import SignalEvent
 from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.records import JsonLineWriter, read_json, read_json_lines, write_json
 from tests.launch.supervised import Site
@@ -75,7 +76,7 @@ def test_a_run_directory_that_is_full_for_a_moment_costs_neither_the_run_nor_its
     assert [one.number for one in run.attempts()] == [1]
     assert read_json(run.exit)["status"] == "done"
     told = [one["event"] for one in read_json_lines(run.events)]
-    assert (told[0], told[-1], told.count("ranks met")) == ("launch", "exit", 1)
+    assert (told[0], told[-1], told.count("ranks_connected")) == ("launch", "exit", 1)
 
 
 def test_a_job_whose_result_submitit_cannot_write_ends_as_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +110,6 @@ def test_a_leader_s_line_waits_for_room(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(JsonLineWriter, "write", append)
     writer = lease.LeaderEventWriter(tmp_path / "events.jsonl", lambda: None)
-    writer.write({"event": "launch"})
-    assert [one["event"] for one in read_json_lines(tmp_path / "events.jsonl")] == ["launch"]
+    writer.append(SignalEvent("SIGUSR1"), 1)
+    assert [one["event"] for one in read_json_lines(tmp_path / "events.jsonl")] == ["signal"]
     writer.close()

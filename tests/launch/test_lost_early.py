@@ -34,7 +34,7 @@ def test_nothing_is_started_on_it_and_its_loss_is_the_cause(
     outcome = supervise(there, job, Recorder(), [str(PROGRAM), "wait-until-2"])
     assert outcome.status == "done", outcome.message
     events = list(read_json_lines(outcome.run.events))
-    lost = [(one["attempt"], one["node"]) for one in events if one["event"] == "node lost"]
+    lost = [(one["attempt"], one["node"]) for one in events if one["event"] == "node_lost"]
     assert lost[0] == (1, "b")
     assert [one["attempt"] for one in events if one["event"] == "launch"] == [2]
     (fault,) = [one for one in events if one["event"] == "fault"]
@@ -58,4 +58,4 @@ def test_nor_is_a_program_whose_first_node_cannot_say_where_to_meet(
     outcome = supervise(there, prepare_job(None, words, command=["true"]), Recorder())
     events = list(read_json_lines(outcome.run.events))
     assert [one["attempt"] for one in events if one["event"] == "launch"] == [2], outcome.message
-    assert next(one["node"] for one in events if one["event"] == "node lost") == "a"
+    assert next(one["node"] for one in events if one["event"] == "node_lost") == "a"

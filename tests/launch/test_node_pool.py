@@ -11,6 +11,7 @@ from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.node_pool import NodePool
 from hpcrun.launch.run_context import RunContext
 from hpcrun.slurm.allocation import Allocation
+from hpcrun.specs.events.supervisor import RelaunchEvent
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.submission.prepare import PreparedJob
@@ -51,11 +52,8 @@ def test_a_lost_node_counts_again_once_it_answers_and_a_refused_one_does_not() -
     two.lose(["a"])
     two.refuse(["b"])
     last = create_run("r").next_attempt()
-    assert two.relaunch_record(some("b", "c", "d", lost="a"), last) == {
-        "excluded": ["a", "b"],
-        "spares_left": 0,
-    }
-    assert two.relaunch_record(some(lost="a"), last) == {"excluded": ["b"], "spares_left": 1}
+    assert two.relaunch_event(some("b", "c", "d", lost="a"), last) == RelaunchEvent(("a", "b"), 0)
+    assert two.relaunch_event(some(lost="a"), last) == RelaunchEvent(("b",), 1)
 
 
 def test_a_node_that_came_back_has_ranks_only_where_it_is_needed() -> None:

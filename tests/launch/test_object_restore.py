@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,11 +17,14 @@ from hpcrun.errors import SiteError
 from hpcrun.launch.agents.local_node import LocalNode
 from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
 from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.events.checkpoint import RestoreEvent
+from hpcrun.specs.events.event import Event
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
-from hpcrun.specs.rundir import RunDir
+from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.generations import save
+from tests.event_lines import event_line
 
 
 class Far:
@@ -31,7 +33,7 @@ class Far:
     def __init__(self, path: Path) -> None:
         self.run, self.url = RunDir(path / "run"), f"local://{path}/store"
         self.notes: list[str] = []
-        self.events: list[dict[str, Any]] = []
+        self.events: list[RestoreEvent] = []
         for step in (5, 10):
             saved = save(self.run.checkpoints, step)
             with open_object_store(self.url) as store:
@@ -41,8 +43,9 @@ class Far:
         section = CheckpointSpec.model_validate({"object": {"url": url or self.url}})
         spec = JobSpec.model_construct(checkpoint=section)
 
-        def tell(attempt: Any, event: str, **more: Any) -> None:
-            self.events.append({"event": event, **more})
+        def tell(attempt: Attempt, event: Event) -> None:
+            assert isinstance(event, RestoreEvent)
+            self.events.append(event)
 
         nodes = LocalNode(self.run)
         self.keeper = CheckpointCoordinator(self.run, spec, nodes, tell, self.notes.append)
@@ -65,7 +68,7 @@ def test_where_nothing_is_left_the_newest_copy_is_brought_home(far: Far) -> None
     assert far.steps == [10]
     assert far.keeper.step() == 10
     (event,) = far.events
-    assert (event["event"], event["step"], event["levels"]) == ("restore", 10, ["object"])
+    assert (event.step, event.tiers) == (10, ("object",))
     assert far.notes[-1] == "going on from step 10, out of the object store"
 
 
@@ -77,15 +80,15 @@ def test_a_damaged_copy_leads_to_the_one_before(far: Far) -> None:
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     far.prepare(2)
     assert far.steps == [5]
-    assert far.events[0]["lost_steps"] == 0
-    assert copy.url in far.events[0]["passed_over"][0]
+    assert far.events[0].lost_steps == 0
+    assert copy.url in far.events[0].passed_over[0]
 
 
 def test_a_damaged_save_gives_way_to_its_copy(far: Far) -> None:
     (far.run.checkpoints / "step-00000010" / "data-00000.bin").write_bytes(b"")
     far.prepare(2)
     assert far.steps == [5, 10]
-    assert (far.events[0]["step"], far.events[0]["lost_steps"]) == (10, 0)
+    assert (far.events[0].step, far.events[0].lost_steps) == (10, 0)
 
 
 def test_what_is_nearer_and_whole_needs_no_store(far: Far) -> None:
@@ -97,7 +100,7 @@ def test_a_store_that_is_away_stops_only_a_run_that_has_nothing_else(far: Far) -
     shutil.rmtree(far.run.checkpoints)
     far.prepare(2, "nonsense://nowhere")
     assert far.notes[0].startswith("copies in the object store are not considered: nonsense:// needs")
-    line = {"event": "checkpoint", "level": "object", "step": 10}
+    line = event_line("checkpoint_stored", 1.0, tier="object", step=10)
     far.run.events.write_text(json.dumps(line) + "\n")
     with pytest.raises(SiteError, match="all that is left of this run is in the object store: nonsense"):
         far.prepare(3, "nonsense://nowhere")

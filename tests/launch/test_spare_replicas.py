@@ -14,7 +14,8 @@ from hpcrun.checkpoint.levels import HeldPart, InventoryEntry
 from hpcrun.launch.agents import worker_process as hosts
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing.spare_replicas import assign_replicas
-from hpcrun.runs.level_text import describe_level_event, describe_spare_replicas
+from hpcrun.runs.level_text import describe_spare_replicas
+from hpcrun.specs.events.log import parse_event
 from tests.launch.test_coordinator import NODES, PROGRAM, Site, held, parity, part, site, stamp
 
 assert site  # the fixture
@@ -74,7 +75,7 @@ def test_what_came_of_it_is_told_and_worth_a_line_when_it_is_about_other_nodes(s
     answer(site, "a", problems={"b": "b: is gone", "c": "c: is gone too"})
     seal(site, 20)
     answer(site, "a", problems={"b": "b: is still gone", "c": "c: too"})
-    first, *others = site.named("spare copies")
+    first, *others = site.named("spare_replica")
     assert (first["step"], first["node"], first["of"], first["no_room"]) == (5, "spare", ["a", "b"], ["c"])
     assert (first["generation"], first["size_bytes"], first["seconds"]) == (
         stamp(5).generation,
@@ -82,8 +83,8 @@ def test_what_came_of_it_is_told_and_worth_a_line_when_it_is_about_other_nodes(s
         1.5,
     )
     told = "spare spare holds what a, b had in memory at step 5 (3 GB in 1.5 s); no room for c"
-    assert describe_level_event("spare copies", first) == told
-    assert [bool(describe_level_event("spare copies", one)) for one in others] == [False, True, False]
+    assert str(parse_event(first)) == told
+    assert [bool(str(parse_event(one))) for one in others] == [False, True, False]
     noted = [one for one in site.notes if "has no copy" in one]
     assert noted == ["spare: has no copy of step 15 of b, c: b: is gone"], "each node is named once"
     assert describe_spare_replicas(site.events) == ["spares: copies of step 20: a on spare"]
@@ -111,8 +112,8 @@ def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -
     assert (plan.stamp, plan.levels, plan.rebuilds) == (stamp(20), ("memory",), ())
     assert [one.node for one in plan.sources] == ["a", "spare", "c"], "c has its own still"
     (event,) = site.named("restore")
-    assert (event["levels"], event["rebuilt"], event["from_spares"]) == (["memory"], 0, 1)
-    assert describe_level_event("restore", event) == (
+    assert (event["tiers"], event["rebuilt"], event["from_spares"]) == (["memory"], 0, 1)
+    assert str(parse_event(event)) == (
         "goes on from step 20, out of memory; 1 part from the memory of spares"
     )
     # Of its guests the spare keeps what there is nowhere else, until that is of no use any more.
@@ -132,7 +133,9 @@ def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -
     site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", 31))
 
 
-@pytest.mark.parametrize("section", [{"spares": False}, {"memory": 0, "spares": None}])
+@pytest.mark.parametrize(
+    "section", [{"replicate_to_spares": False}, {"memory": 0, "replicate_to_spares": None}]
+)
 def test_a_job_that_wants_none_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: dict[str, Any]
 ) -> None:
@@ -143,8 +146,8 @@ def test_a_job_that_wants_none_has_none(
         if site.keeper.has_levels:
             seal(site, 5)
             assert copies(site) == []
-            assert site.named("checkpoint") != []
-        assert site.named("spare copies") == []
+            assert site.named("checkpoint_stored") != []
+        assert site.named("spare_replica") == []
     finally:
         site.nodes.close()
 
@@ -154,7 +157,7 @@ def test_a_spare_that_died_is_asked_again_for_the_next_save(site: Site) -> None:
     seal(site, 5)
     site.nodes.send_to_worker("spare", {"do": "die"})
     deadline = time.monotonic() + 20
-    while not site.named("drain died") or "spare" not in site.keeper._workers.ready:
+    while not site.named("checkpoint_worker_died") or "spare" not in site.keeper._workers.ready:
         assert time.monotonic() < deadline
         site.nodes.rest(0.05)
         site.keeper.look()

@@ -55,7 +55,7 @@ def test_a_run_that_goes_well(site: Site) -> None:
     events = [record["event"] for record in read_json_lines(run.events)]
     assert events[:2] == ["preflight", "launch"]
     assert events[-1] == "exit"
-    assert events.count("rank up") == 3
+    assert events.count("rank_started") == 3
 
 
 def test_ranks_get_a_clean_environment(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,9 +247,13 @@ def test_ranks_that_never_meet_are_given_up(site: Site) -> None:
             assert f"stacks: {attempt.stacks}" in told
             assert "in main" in attempt.stack(1).read_text()
     assert "all ranks started, but they did not meet within 8 s; ranks 0, 1: main" in first["message"]
-    events = [one for one in read_json_lines(outcome.run.events) if one["event"] in ("not met", "dump")]
-    assert [one["event"] for one in events] == ["not met", "dump"] * 2
-    assert events[0]["what"] == "all ranks started, but they did not meet within 8 s"
+    events = [
+        one
+        for one in read_json_lines(outcome.run.events)
+        if one["event"] in ("ranks_not_connected", "stacks")
+    ]
+    assert [one["event"] for one in events] == ["ranks_not_connected", "stacks"] * 2
+    assert events[0]["message"] == "all ranks started, but they did not meet within 8 s"
 
 
 def test_a_killed_launcher_is_not_blamed_on_a_rank(site: Site) -> None:

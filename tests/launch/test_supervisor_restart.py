@@ -149,7 +149,7 @@ def test_agents_come_to_the_supervisor_that_comes_back_and_no_node_is_lost(sprea
     assert (leader.epoch, after.epoch) == (1, 2)
     assert spread.end() == 0
     assert spread.relaunches() == ["supervisor lost", None]
-    assert [one for one in read_json_lines(spread.run.events) if one["event"] == "node lost"] == []
+    assert [one for one in read_json_lines(spread.run.events) if one["event"] == "node_lost"] == []
     record = read_supervisor_record(spread.run)
     assert record["taken_over"] is None
 

@@ -57,7 +57,7 @@ def test_a_rank_that_loops_is_found_by_its_stack_and_the_run_goes_on(site: Site)
     )
     assert "ranks 0, 2, 3: wait_for_the_others (rank_program.py)" in first["message"]
     assert "most recent call first" in outcome.run.attempt(1).stack(1).read_text()
-    (hang,), (dump,) = events_of(site, "hang"), events_of(site, "dump")
+    (hang,), (dump,) = events_of(site, "hang"), events_of(site, "stacks")
     assert hang["ranks"] == [0, 1, 2, 3]
     assert [one["ranks"] for one in dump["groups"]] == [[1], [0, 2, 3]]
     assert any("going on from step" in note for note in observer.notes)
@@ -98,7 +98,7 @@ def test_a_node_that_goes_after_a_hang_is_told_and_explains_it_only_where_it_can
     spread = ("parallel.dp_replicate=2", "resources.nodes=2", "watch.floor=1s", "retry={hang: 0, node: 0}")
     prepared = prepare_job(site.job, [*spread, "watch.slow=20s"])
     outcome = supervise(there, prepared, Recorder(), (str(PROGRAM), "stops-itself"))
-    (fault,), (lost,) = events_of(site, "fault"), events_of(site, "node lost")
+    (fault,), (lost,) = events_of(site, "fault"), events_of(site, "node_lost")
     assert (fault["cause"], fault["nodes"], lost["node"]) == (cause, nodes, falls)
     assert ("no progress" in outcome.message) == (cause == "hang")
     assert fault["rank"] == (1 if cause == "hang" else None)

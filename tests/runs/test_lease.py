@@ -28,6 +28,7 @@ from hpcrun.runs.lease import (
     read_lease,
 )
 from hpcrun.runs.run_lock import RunOwnedError, lock_run, take_over_run_lock
+from hpcrun.specs.events.supervisor import SignalEvent
 from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 
@@ -191,16 +192,16 @@ def test_the_lease_moves_with_every_renewal_and_rests_in_doubt(run: RunDir) -> N
 def test_a_newer_epoch_ends_the_older_one_s_acts(run: RunDir, tmp_path: Path) -> None:
     old = Leadership(run)
     events = LeaderEventWriter(run.events, old.verify)
-    events.write({"event": "launch"})
+    events.append(SignalEvent("SIGUSR1"), 1)
     assert claim_epoch(run, old.epoch + 1)
     with pytest.raises(FencedError, match="another supervisor has taken over"):
-        events.write({"event": "exit"})
+        events.append(SignalEvent("SIGTERM"), 1)
     before = read_lease(run)
     old.renew()
     assert read_lease(run) == before
     with pytest.raises(FencedError):
         old.check()
-    assert [line["event"] for line in read_json_lines(run.events)] == ["launch"]
+    assert [line["event"] for line in read_json_lines(run.events)] == ["signal"]
     assert "host" in next(read_json_lines(run.events))
     with pytest.raises(FencedError):
         LeaderEventWriter(run.events, old.verify)

@@ -48,7 +48,7 @@ class Run:
         self.attempt += 1
         self.event("launch", ranks=2)
         self.passes("start", start)
-        self.event("ranks met", seconds=start)
+        self.event("ranks_connected", seconds=start)
         self.passes("restore", restore / 2)
         self.line("start", after)
         self.passes("restore", restore / 2)
@@ -68,9 +68,9 @@ class Run:
 
     def dies(self, *, detection: float = 3.0, clean: float = 1.0, then: str = "recovery") -> None:
         self.passes("detection", detection)
-        self.event("rank ended", rank=1, node="n02", pid=7, wait_status=9)
+        self.event("rank_ended", rank=1, node="n02", pid=7, wait_status=9)
         self.passes(then, clean)
-        self.event("ended", stuck=[])
+        self.event("processes_ended", stuck=[])
         message = "rank 1 on node n02 was killed by signal 9 (SIGKILL)"
         self.event("exit", status="failed", exit_code=5, message=message)
 
@@ -78,8 +78,8 @@ class Run:
         self.passes("shutdown", seconds / 3)
         self.event("result", status=status)
         self.passes("shutdown", seconds / 3)
-        self.event("rank ended", rank=0, node="n01", pid=6, wait_status=0)
-        self.event("ended", stuck=[])
+        self.event("rank_ended", rank=0, node="n01", pid=6, wait_status=0)
+        self.event("processes_ended", stuck=[])
         self.passes("shutdown", seconds / 3)
         self.event("exit", status=status, exit_code=0, message="done")
 
@@ -198,13 +198,13 @@ def test_a_fault_that_the_supervisor_did_not_name_is_named_after_what_was_seen()
     run = Run()
     run.launch()
     run.passes("detection", 2)
-    run.event("node lost", node="n03", why="no answer for 5 s")
+    run.event("node_lost", node="n03", why="no answer for 5 s")
     run.event("exit", status="failed", exit_code=5, message="node n03 is lost")
     (fault,) = run.account().faults
     assert (fault.cause, fault.node, fault.message) == ("node lost", "n03", "no answer for 5 s")
     run.event("fault", cause="partition", nodes=["n03", "n04"], message="cut off")
     assert [(one.cause, one.node) for one in run.account().faults] == [("partition", "n03,n04")]
-    for event, exit_code, cause in ((None, 5, "hang"), ("rank gave up", 4, "not a number")):
+    for event, exit_code, cause in ((None, 5, "hang"), ("rank_failed", 4, "not a number")):
         run = Run()
         run.launch()
         if event:
@@ -214,7 +214,7 @@ def test_a_fault_that_the_supervisor_did_not_name_is_named_after_what_was_seen()
     run = Run(attempt=1)
     run.event("launch", ranks=2)
     run.passes("start", 600)
-    run.event("ended", stuck=[])
+    run.event("processes_ended", stuck=[])
     run.event("exit", status="failed", exit_code=5, message="")
     assert run.account().causes == {"not started": 1}
     close(run.account(), run.truth)
@@ -304,7 +304,7 @@ def test_an_interruption_by_a_person_is_no_fault() -> None:
     run.launch()
     run.steps(1, 3, "lost")
     run.event("signal", signal="SIGINT")
-    run.event("rank ended", rank=0, node="n01", pid=6, wait_status=9)
+    run.event("rank_ended", rank=0, node="n01", pid=6, wait_status=9)
     run.passes("shutdown", 1)
     run.event("exit", status="interrupted", exit_code=130, message="")
     assert run.account().faults == ()
@@ -315,7 +315,7 @@ def test_a_command_whose_steps_nobody_counts_has_no_goodput() -> None:
     run = Run(attempt=1)
     run.event("launch", ranks=2)
     run.passes("start", 1)
-    run.event("ranks met")
+    run.event("ranks_connected")
     run.passes("other", 60)
     run.event("result", status="done")
     run.event("exit", status="done", exit_code=0)
@@ -363,7 +363,7 @@ def test_a_rank_that_leaves_in_order_is_no_fault_of_a_run_that_goes_on() -> None
     run = Run()
     run.launch()
     run.steps(1, 4)
-    run.event("rank ended", rank=0, node="n01", pid=6, wait_status=0)
+    run.event("rank_ended", rank=0, node="n01", pid=6, wait_status=0)
     run.passes("other", 0.5)
     close(run.account(now=run.now), run.truth)
     assert run.account(now=run.now).faults == ()

@@ -19,6 +19,7 @@ from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenan
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
+from tests.event_lines import event_line
 
 IN_FILE = "a-very-secret-value"
 IN_ENV = "pa$$ 'word' of mine"
@@ -67,9 +68,9 @@ def make(tmp_path: Path, *, env: str = "") -> RunDir:
     (run.checkpoints / "step-1").mkdir()
     (run.checkpoints / "step-1" / "a.distcp").write_bytes(b"weights")
     stamp = {"time": 10.0, "monotonic": 1.0, "attempt": 1}
-    run.events.write_text(json.dumps({**stamp, "event": "launch", "ranks": 1}) + "\n")
-    told = {"event": "struck", "node": "n01", "text": "SIGKILL to rank 0"}
-    run.chaos.write_text(json.dumps({**stamp, **told}) + "\n")
+    run.events.write_text(json.dumps(event_line("launch", 10.0, ranks=1)) + "\n")
+    chaos = event_line("chaos", 1.0, phase="injected", node="n01", text="SIGKILL to rank 0")
+    run.chaos.write_text(json.dumps(chaos) + "\n")
     run.metrics.write_text(json.dumps({**stamp, "kind": "step", "step": 1, "tokens_per_s": 3.5}) + "\n")
     return run
 

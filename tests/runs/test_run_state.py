@@ -29,6 +29,7 @@ from hpcrun.specs.provenance import Provenance, SubmissionRecord, read_provenanc
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import all_runs, create_run, find_run, runs_root, runs_roots
 from hpcrun.specs.rundir import RunDir
+from tests.event_lines import event_line
 
 SUBMITTED = 1000.0
 AT_ONCE = PollIntervals(records=0.01, slurm=0.01, slurm_max=0.01, believe=0.0)
@@ -170,12 +171,9 @@ def test_the_time_of_a_run_that_goes_on_is_counted_by_the_clock_of_its_nodes(
 ) -> None:
     squeue(row("7", "RUNNING"))
     run, now = begun(submitted()), time.time() + ahead_s
-    events = [("launch", now - 10, 50.0), ("ranks met", now - 8, 52.0)]
+    events = [("launch", now - 10, 50.0), ("ranks_connected", now - 8, 52.0)]
     run.events.write_text(
-        "".join(
-            f'{{"event": "{name}", "time": {at}, "monotonic": {clock}, "attempt": 1, "ranks": 1}}\n'
-            for name, at, clock in events
-        )
+        "".join(json.dumps(event_line(name, at, monotonic=clock)) + "\n" for name, at, clock in events)
     )
     os.utime(run.events, (time.time() - 8,) * 2)
     state = asked(run)

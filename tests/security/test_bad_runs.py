@@ -42,7 +42,7 @@ def make_run(name: str) -> RunDir:
     write_json(attempt.settings, {})
     events = [
         {"event": "launch", "attempt": 1, "time": T0 + 1, "nodes": ["n1"]},
-        {"event": "ranks met", "attempt": 1, "time": T0 + 2},
+        {"event": "ranks_connected", "attempt": 1, "time": T0 + 2},
         {"event": "exit", "attempt": 1, "time": T0 + 9, "exit_code": 0, "status": "done"},
     ]
     run.events.write_text("".join(json.dumps(one) + "\n" for one in events))

@@ -26,7 +26,15 @@ WRITERS = {
     ),
     *("mkstemp", "TemporaryFile", "NamedTemporaryFile", "TemporaryDirectory", "SpooledTemporaryFile"),
     *("copy", "copy2", "copyfile", "copytree", "move", "chmod", "chown", "lchown", "utime"),
-    *("JsonLineWriter", "make_directories", "AtomicFile", "remove_tree", "remove_empty", "EventFileWriter"),
+    *(
+        "JsonLineWriter",
+        "EventWriter",
+        "make_directories",
+        "AtomicFile",
+        "remove_tree",
+        "remove_empty",
+        "EventFileWriter",
+    ),
     *(
         "export_chrome_trace",
         "FileSystemWriter",

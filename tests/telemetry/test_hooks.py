@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from hpcrun import process
+from hpcrun.specs.events.log import EventRecord, parse_event
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.hooks import Hooks, StateChanges
+from tests.event_lines import event_line
 from tests.runs.test_ledger import Run
 
 APPEND = ["sh", "-c", 'cat >> "$0"; echo "$HPCRUN_HOOK_STATE $HPCRUN_HOOK_ATTEMPT $PWD" >> "$0.env"']
@@ -43,7 +45,7 @@ def make(run: RunDir, tmp_path: Path) -> Make:
 def tell(run: RunDir, *events: dict[str, Any]) -> None:
     with run.events.open("a") as file:
         for event in events:
-            file.write(json.dumps({"time": 1.0, "attempt": 1, **event}) + "\n")
+            file.write(json.dumps(event_line(**{"time": 1.0, **event})) + "\n")
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -58,7 +60,7 @@ def until_told(hooks: Hooks) -> None:
     assert not hooks._pending
 
 
-def faulty() -> list[dict[str, Any]]:
+def faulty() -> list[EventRecord]:
     run = Run()
     for _ in range(2):
         run.launch()
@@ -66,7 +68,7 @@ def faulty() -> list[dict[str, Any]]:
         run.event("fault", cause="crash", nodes=["n02"], message="killed")
         run.event("relaunch", excluded=[], spares_left=1)
     run.launch()
-    return run.events
+    return [parse_event(event_line(**event)) for event in run.events]
 
 
 def test_every_fault_is_an_alert_of_its_own_and_resolved_by_the_recovery() -> None:
@@ -84,7 +86,7 @@ def test_every_fault_is_an_alert_of_its_own_and_resolved_by_the_recovery() -> No
         ("running", None, ["attempt-2"]),
     ]
     assert [one["id"] for one in told] == list(range(1, 11))
-    assert (told[2]["cause"], told[2]["nodes"], told[2]["message"]) == ("crash", ["n02"], "killed")
+    assert (told[2]["cause"], told[2]["nodes"], told[2]["message"]) == ("crash", ("n02",), "killed")
 
 
 def test_the_end_is_told_by_its_record_or_by_its_lack() -> None:
@@ -101,7 +103,7 @@ def test_the_end_is_told_by_its_record_or_by_its_lack() -> None:
 def test_a_hook_reads_a_document_and_a_few_variables(run: RunDir, make: Make, tmp_path: Path) -> None:
     path = tmp_path / "told"
     hooks = make([*APPEND, str(path)])
-    tell(run, {"event": "launch"}, {"event": "rank up"}, {"event": "ranks met"})
+    tell(run, {"event": "launch"}, {"event": "rank_started"}, {"event": "ranks_connected"})
     hooks.turn()
     write_json(run.exit, {"status": "failed", "exit_code": 5, "message": "rank 1 \u2026", "ended": 3.0})
     hooks.close()
@@ -220,7 +222,7 @@ def test_what_was_not_told_is_told_where_the_run_goes_on(run: RunDir, make: Make
     for hook in hooks._hooks:
         hook.close()
     again = make([*APPEND, str(path)])
-    tell(run, {"event": "launch", "attempt": 2}, {"event": "ranks met", "attempt": 2})
+    tell(run, {"event": "launch", "attempt": 2}, {"event": "ranks_connected", "attempt": 2})
     again.turn()
     until_told(again)
     told = [(one["id"], one["state"]) for one in documents(path)]

@@ -159,7 +159,17 @@ def test_whatever_a_file_holds_counters_grow_and_nothing_breaks() -> None:
     dice = random.Random(3)
     values: list[Any] = [None, True, -1, 0, 3, 1e300, float("nan"), "x", [], {"a": 1}, 1_800_000_000.0]
     keys = ("time", "attempt", "event", "kind", "step", "step_time_s", "seconds", "tokens_per_s", "status")
-    names = ["launch", "ranks met", "rank ended", "fault", "relaunch", "requeue", "exit", "result", "step"]
+    names = [
+        "launch",
+        "ranks_connected",
+        "rank_ended",
+        "fault",
+        "relaunch",
+        "requeue",
+        "exit",
+        "result",
+        "step",
+    ]
     tally, before = RunCounters(), counters(RunCounters())
     for _ in range(2000):
         record = {key: dice.choice(values) for key in keys if dice.random() < 0.7}

@@ -21,6 +21,7 @@ from hpcrun.specs.cluster import parse_cluster
 from hpcrun.specs.load import load_job
 from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
+from tests.event_lines import event_line
 from tests.launch.supervised import LIMITS, Recorder, Site, send
 from tests.telemetry.test_trackers import WANDB
 
@@ -190,6 +191,7 @@ from hpcrun.launch.run_context import RunContext
 from hpcrun.launch.telemetry_session import telemetry_session
 from hpcrun.specs.load import load_job
 from hpcrun.specs.rundir import RunDir
+from tests.event_lines import event_line
 run, spec = RunDir(pathlib.Path(sys.argv[1])), load_job(pathlib.Path(sys.argv[2]), sys.argv[3:]).spec
 with telemetry_session(run, spec, RunContext(), print):
     print("up", flush=True)
@@ -200,7 +202,7 @@ with telemetry_session(run, spec, RunContext(), print):
 def test_a_supervisor_that_is_killed_is_told_as_lost_and_nobody_stays(site: Site, tmp_path: Path) -> None:
     run, path = RunDir(tmp_path / "r"), tmp_path / "told"
     run.path.mkdir()
-    run.events.write_text(json.dumps({"time": 1.0, "attempt": 1, "event": "launch"}) + "\n")
+    run.events.write_text(json.dumps(event_line("launch", 1.0)) + "\n")
     words = [sys.executable, "-c", SUPERVISOR, str(run.path), str(site.job), hook(path)]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(
@@ -227,7 +229,7 @@ def test_what_another_supervisor_tells_is_told_once(site: Site, tmp_path: Path) 
     run, path, folder = RunDir(tmp_path / "r"), tmp_path / "told", tmp_path / "prom"
     run.path.mkdir()
     folder.mkdir()
-    run.events.write_text(json.dumps({"time": 1.0, "attempt": 1, "event": "launch"}) + "\n")
+    run.events.write_text(json.dumps(event_line("launch", 1.0)) + "\n")
     spec = load_job(site.job, [hook(path), f"telemetry.textfile={folder}"]).spec
     with telemetry_session(run, spec, Place(), print) as hand_over:
         end = time.monotonic() + 20
@@ -236,7 +238,7 @@ def test_what_another_supervisor_tells_is_told_once(site: Site, tmp_path: Path) 
             time.sleep(0.05)
         hand_over()
         with run.events.open("a") as events:
-            events.write(json.dumps({"time": 2.0, "attempt": 1, "event": "fault"}) + "\n")
+            events.write(json.dumps(event_line("fault", 2.0)) + "\n")
     assert states(path) == ["starting"]
     assert list(folder.iterdir()) == []
 

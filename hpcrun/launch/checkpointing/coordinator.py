@@ -37,6 +37,14 @@ from hpcrun.launch.checkpointing.suspect_saves import (
 )
 from hpcrun.launch.checkpointing.worker_client import WorkerClient
 from hpcrun.specs.cluster import NetworkSpec
+from hpcrun.specs.events.checkpoint import (
+    CheckpointWorkerDiedEvent,
+    DurabilityOverdueEvent,
+    ErasureSetsEvent,
+    RestoreEvent,
+    SuspectSaveEvent,
+)
+from hpcrun.specs.events.event import Event
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, write_json
@@ -53,8 +61,8 @@ from hpcrun.specs.saves import (
 _TRIES = 3
 _MAX_NAMED = 8
 
-EventCallback = Callable[..., None]
-"""Write an event: of which attempt, which event, and what more."""
+EventCallback = Callable[[Attempt, Event], None]
+"""Writes an event of an attempt."""
 
 
 class CheckpointCoordinator:
@@ -147,7 +155,7 @@ class CheckpointCoordinator:
             self._statement = sets.statement
             for line in self._statement.splitlines():
                 self._note(line)
-            self._tell(attempt, "erasure sets", sets=[list(one) for one in sets.sets], message=sets.statement)
+            self._tell(attempt, ErasureSetsEvent(tuple(map(tuple, sets.sets)), sets.statement))
         common = {
             "run": str(self._run.path),
             "interface": self._network.interface,
@@ -235,11 +243,18 @@ class CheckpointCoordinator:
     ) -> None:
         step = plan.stamp.step if plan.stamp else 0
         rebuilt = sum(one.level == "parity" for one in plan.sources)
-        more = {"lost_steps": plan.lost_steps, "passed_over": list(plan.passed_over[:_MAX_NAMED])}
-        more |= {"levels": list(plan.levels), "rebuilt": rebuilt, "seconds": seconds, "silent": list(silent)}
-        more |= {"from_spares": count_spare_replicas(plan)}
-        generation = plan.stamp.generation if plan.stamp else None
-        self._tell(attempt, "restore", step=step, generation=generation, **more)
+        event = RestoreEvent(
+            step,
+            plan.stamp.generation if plan.stamp else None,
+            tuple(plan.levels),
+            plan.lost_steps,
+            plan.passed_over[:_MAX_NAMED],
+            rebuilt,
+            count_spare_replicas(plan),
+            tuple(silent),
+            seconds,
+        )
+        self._tell(attempt, event)
         for text in plan.passed_over[:_MAX_NAMED]:
             self._note(f"passed over: {text}")
         if plan.stamp is None:
@@ -274,7 +289,7 @@ class CheckpointCoordinator:
         told = self._durability_watchdog.look()
         if told is None or self._attempt is None:
             return None
-        self._tell(self._attempt, "undurable", message=told)
+        self._tell(self._attempt, DurabilityOverdueEvent(told))
         self._note(told)
         return told if self._spec.checkpoint.durability_action == "stop" else None
 
@@ -286,7 +301,7 @@ class CheckpointCoordinator:
             case "died":
                 why = f": {message['why']}" if message.get("why") else ""
                 self._note(f"the checkpoint worker of {node} died{why}; another one is started")
-                self._tell(attempt, "drain died", node=node, wait_status=message.get("status"))
+                self._tell(attempt, CheckpointWorkerDiedEvent(node, message.get("status")))
                 events = self._level_tracker.died(node, why)
             case "ready":
                 self._workers.refresh()
@@ -304,9 +319,9 @@ class CheckpointCoordinator:
             case _:
                 events = self._level_tracker.hear(node, message)
         for event in events:
-            self._tell(attempt, "checkpoint", **event)
-        for event in self._guests.hear(node, message, self._level_tracker.whole):
-            self._tell(attempt, "spare copies", **event)
+            self._tell(attempt, event)
+        for replica in self._guests.hear(node, message, self._level_tracker.whole):
+            self._tell(attempt, replica)
 
     def after(self, outcome: AttemptOutcome) -> None:
         """When an attempt is over: whether its end tells against the state that it began with."""
@@ -322,7 +337,7 @@ class CheckpointCoordinator:
         if began is None or not implicates_save(outcome, began.step, self.step()):
             return
         count = record_failed_restart(self._run, began.generation or f"step-{began.step:08d}")
-        self._tell(outcome.files, "poison", step=began.step, generation=began.generation, count=count)
+        self._tell(outcome.files, SuspectSaveEvent(began.step, began.generation, count))
 
     def _clean_up(self) -> None:
         """The run is done: what it has on nodes' own disks nobody needs, unless it is newer than all else."""

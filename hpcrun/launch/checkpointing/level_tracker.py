@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.specs.events.checkpoint import CheckpointFailedEvent, CheckpointStoredEvent
+
+TierEvent = CheckpointStoredEvent | CheckpointFailedEvent
 
 _MAX_GENERATIONS = 16
 """So many generations are followed; older ones are complete, or never will be."""
@@ -35,7 +38,7 @@ class LevelTracker:
         self.whole: GenerationId | None = None
         """The last state that all nodes have sealed in memory."""
 
-    def hear(self, node: str, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def hear(self, node: str, told: dict[str, Any]) -> Iterator[TierEvent]:
         """The events that a message makes: one when a level has all of a generation, or fails to get it."""
         kind = told.get("kind")
         stamp = _generation_of(told, self._stamps)
@@ -55,10 +58,10 @@ class LevelTracker:
             share.is_told = True
             self.complete[level] = max(stamp.step, self.complete.get(level, 0))
             self.whole = stamp if level == "memory" else self.whole
-            facts = {"seconds": share.seconds, "size_bytes": share.size_bytes} if share.seconds else {}
-            yield {**_event_fields(stamp, level), **facts}
+            facts = (share.seconds, share.size_bytes) if share.seconds else ()
+            yield CheckpointStoredEvent(stamp.step, stamp.generation, level, *facts)
 
-    def died(self, node: str, why: str) -> Iterator[dict[str, Any]]:
+    def died(self, node: str, why: str) -> Iterator[TierEvent]:
         """What a worker had not stored when it died, it will not store any more."""
         for stamp in [*self._stamps.values()]:
             for (generation, level), share in [*self._shares.items()]:
@@ -67,11 +70,11 @@ class LevelTracker:
 
     def _fail(
         self, stamp: GenerationId, level: str, share: _LevelProgress, problem: str
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[TierEvent]:
         """Told once for a level and generation, whoever fails besides."""
         if not share.is_told:
             share.is_told, share.problem = True, problem
-            yield {**_event_fields(stamp, level), "problem": problem}
+            yield CheckpointFailedEvent(stamp.step, stamp.generation, level, problem)
 
     def _remember(self, stamp: GenerationId) -> None:
         if stamp.generation in self._stamps:
@@ -81,10 +84,6 @@ class LevelTracker:
             old = next(iter(self._stamps))
             del self._stamps[old]
             self._shares = {key: share for key, share in self._shares.items() if key[0] != old}
-
-
-def _event_fields(stamp: GenerationId, level: str) -> dict[str, Any]:
-    return {"step": stamp.step, "generation": stamp.generation, "level": level}
 
 
 def _generation_of(told: dict[str, Any], known: dict[str, GenerationId]) -> GenerationId | None:

@@ -16,7 +16,8 @@ from hpcrun.launch.checkpointing.pumping import run_while_pumping
 from hpcrun.launch.checkpointing.suspect_saves import read_suspect_saves
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.descent import lineage_order
-from hpcrun.specs.records import read_json_lines
+from hpcrun.specs.events.checkpoint import CheckpointStoredEvent
+from hpcrun.specs.events.log import read_events
 from hpcrun.specs.rundir import RunDir
 
 
@@ -74,6 +75,6 @@ class ObjectStoreSource:
     def _has_stored(self) -> bool:
         """Whether an earlier attempt has told of a copy."""
         return any(
-            line.get("event") == "checkpoint" and line.get("level") == "object" and not line.get("problem")
-            for line in read_json_lines(self._run.events)
+            isinstance(record.event, CheckpointStoredEvent) and record.event.tier == "object"
+            for record in read_events(self._run.events)
         )

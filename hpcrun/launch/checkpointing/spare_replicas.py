@@ -18,6 +18,7 @@ from hpcrun.hostlist import fold_hosts
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.checkpointing.worker_client import WorkerClient
 from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.events.checkpoint import SpareReplicaEvent
 from hpcrun.specs.placement import Placement
 
 _MAX_GENERATIONS = 4
@@ -112,7 +113,7 @@ class SpareReplicaScheduler:
 
     def hear(
         self, node: str, message: dict[str, Any], whole: GenerationId | None
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[SpareReplicaEvent]:
         """The events that a message makes; `whole`: the newest state that all nodes have in memory."""
         kind = message.get("kind")
         if kind == "died":
@@ -161,7 +162,7 @@ class SpareReplicaScheduler:
             self._noted.add((spare, spare))
             self._note(f"{spare}: has said nothing for {minutes:.0f} min of its copies of step {stamp.step}")
 
-    def _take(self, spare: str, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _take(self, spare: str, told: dict[str, Any]) -> Iterator[SpareReplicaEvent]:
         number, stamp, _ = self._ordered.get(spare, (None, None, None))
         # Numbers begin anew with each supervisor.
         if stamp is None or (told.get("id"), told.get("generation")) != (number, stamp.generation):
@@ -176,16 +177,25 @@ class SpareReplicaScheduler:
         self._report_problems(spare, stamp, problems)
         no_room = [str(one) for one in told.get("no_room", ())]
         size, seconds = int(told.get("size_bytes") or 0), float(told.get("seconds") or 0.0)
-        event = {"step": stamp.step, "generation": stamp.generation, "node": spare, "of": nodes}
-        event |= {"no_room": no_room, "problems": problems, "size_bytes": size, "seconds": seconds}
+        text = ""
         if self._told.get(spare) != nodes:
             self._told[spare] = nodes
             room = f"; no room for {_join_names(no_room)}" if no_room else ""
-            event["message"] = (
+            text = (
                 f"spare {spare} holds what {_join_names(nodes)} had in memory at step {stamp.step}"
                 f" ({size / 1e9:.2g} GB in {seconds:.2g} s){room}"
             )
-        yield event
+        yield SpareReplicaEvent(
+            stamp.step,
+            stamp.generation,
+            spare,
+            tuple(nodes),
+            tuple(no_room),
+            {node: str(why) for node, why in problems.items()},
+            size,
+            seconds,
+            text,
+        )
 
     def _report_problems(self, spare: str, stamp: GenerationId, problems: dict[str, Any]) -> None:
         """Once an attempt for each node that it is about; events have the rest."""

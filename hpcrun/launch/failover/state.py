@@ -22,7 +22,9 @@ from hpcrun.runs.lease import (
 )
 from hpcrun.runs.run_lock import lock_run, read_supervisor_record, take_over_run_lock
 from hpcrun.slurm.allocation import Allocation
-from hpcrun.specs.records import JsonLineReader, JsonLineWriter, read_json, read_json_lines
+from hpcrun.specs.events.log import EventWriter, read_events
+from hpcrun.specs.events.supervisor import FailoverEvent, NodeLostEvent, RelaunchEvent, SignalEvent
+from hpcrun.specs.records import JsonLineReader, read_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _POLL_S = 1.0
@@ -102,19 +104,13 @@ class FailoverState:
         return outcome
 
     def _tell(self, run: RunDir, outcome: AttemptOutcome, lost: Sequence[NodeLost]) -> None:
-        events = JsonLineWriter(run.events)
-
-        def write(event: str, **more: object) -> None:
-            now = {"time": time.time(), "monotonic": time.monotonic(), "attempt": outcome.attempt}
-            events.write(now | {"event": event} | more | {"host": os.uname().nodename})
-
         claimed = None if self.epoch is None else epoch_claim_time(run, self.epoch)
-        more = {"killed_by": self.killed_by} if self.is_in_place else {}
-        write("takeover", epoch=self.epoch, former=self.former, claimed=claimed, **more)
-        for one in lost if outcome.lost else ():
-            write("node lost", node=one.node, why=one.why)
-        write("exit", status=outcome.status, exit_code=outcome.exit_code, message=outcome.message)
-        events.close()
+        failover = FailoverEvent(self.former, os.uname().nodename, self.epoch, claimed, self.killed_by)
+        losses = [NodeLostEvent(one.node, one.why) for one in lost] if outcome.lost else []
+        writer = EventWriter(run.events)
+        for event in (failover, *losses, outcome.as_event()):
+            writer.append(event, outcome.attempt)
+        writer.close()
 
 
 @contextmanager
@@ -148,16 +144,16 @@ def read_left_out_nodes(run: RunDir) -> tuple[frozenset[str], frozenset[str]]:
     attempt, goes_on = 0, True
     lost: set[str] = set()
     out: set[str] = set()
-    for event in read_json_lines(run.events):
-        number = event.get("attempt")
-        if isinstance(number, int) and number > attempt:
+    for record in read_events(run.events):
+        if record.attempt > attempt:
             if not goes_on:  # in another allocation
                 lost, out = set(), set()
-            attempt, goes_on = number, False
-        if event.get("event") == "node lost":
-            lost.add(str(event.get("node")))
-        elif event.get("event") == "relaunch":
-            goes_on, out = True, {str(node) for node in event.get("excluded", ())}
+            attempt, goes_on = record.attempt, False
+        match record.event:
+            case NodeLostEvent(node=node):
+                lost.add(node)
+            case RelaunchEvent(excluded=excluded):
+                goes_on, out = True, set(excluded)
     return frozenset(out & lost), frozenset(out - lost)
 
 
@@ -167,9 +163,8 @@ def _was_asked_to_stop(attempt: Attempt) -> bool:
     A request names the newest attempt at that time: time stamps of two hosts cannot be compared.
     """
     wish = read_json(attempt.run.wish)
-    events = read_json_lines(attempt.run.events)
-    told = [one for one in events if one.get("attempt") == attempt.number and one.get("event") == "signal"]
-    if any(one.get("signal") in ("SIGTERM", "SIGINT") for one in told):
+    own = [record.event for record in read_events(attempt.run.events) if record.attempt == attempt.number]
+    if any(isinstance(event, SignalEvent) and event.signal in ("SIGTERM", "SIGINT") for event in own):
         return True
     return isinstance(wish, dict) and wish.get("attempt") == attempt.number
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,8 +155,3 @@ def find_outlier(groups: Sequence[StackGroup]) -> StackGroup | None:
         return None
     rivals = [one for one in groups[1:] if len(one.ranks) == len(groups[0].ranks)]
     return None if rivals else groups[0]
-
-
-def stack_groups_as_json(groups: Sequence[StackGroup]) -> list[Mapping[str, Any]]:
-    """Plain values, the smallest group first."""
-    return [{"ranks": list(one.ranks), "nodes": list(one.nodes), "place": one.place} for one in groups]

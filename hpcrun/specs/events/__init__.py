@@ -1,0 +1,1 @@
+"""events.jsonl and chaos.jsonl: each kind of event is a class with its fields and its text."""

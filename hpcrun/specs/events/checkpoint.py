@@ -1,0 +1,141 @@
+"""Events about checkpoints: what an attempt restores, and how far its saves have come."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hpcrun.specs.events.event import (
+    Event,
+    Texts,
+    format_count,
+    shorten,
+)
+from hpcrun.typed_json import Count
+
+
+@dataclass(frozen=True)
+class ErasureSetsEvent(Event):
+    """Which nodes store parity for each other."""
+
+    sets: tuple[Texts, ...]
+    message: str
+
+    def __str__(self) -> str:
+        return self.message.replace("\n", "; ")
+
+
+@dataclass(frozen=True)
+class RestoreEvent(Event):
+    """What the ranks of an attempt go on from: nothing where `tiers` is empty."""
+
+    step: Count
+    generation: str | None
+    tiers: Texts
+    lost_steps: Count
+    """How many steps newer saves had that are passed over."""
+    passed_over: Texts
+    rebuilt: Count
+    """How many parts were rebuilt from parity."""
+    from_spares: Count
+    """How many parts come out of the memory of spares."""
+    silent: Texts
+    """Nodes whose checkpoint worker did not come up."""
+    seconds: float
+
+    def __str__(self) -> str:
+        text = "starts from the beginning"
+        if self.tiers:
+            text = f"goes on from step {self.step}, out of {' and '.join(self.tiers)}"
+        if self.from_spares:
+            text += f"; {format_count(self.from_spares, 'part')} from the memory of spares"
+        if self.rebuilt:
+            text += f"; {format_count(self.rebuilt, 'part')} rebuilt"
+        if self.lost_steps:
+            text += f"; {format_count(self.lost_steps, 'step')} of saves lost"
+        if self.passed_over:
+            rest = len(self.passed_over) - 1
+            text += f": {self.passed_over[0]}" + (f" and {rest} more" if rest else "")
+        return shorten(text)
+
+
+@dataclass(frozen=True)
+class CheckpointStoredEvent(Event):
+    """A tier has all of a checkpoint."""
+
+    step: Count
+    generation: str
+    tier: str
+    seconds: float | None = None
+    size_bytes: Count | None = None
+
+    def __str__(self) -> str:
+        # The other tiers are reached many times an hour.
+        return f"step {self.step}: saved" if self.tier == "durable" else ""
+
+
+@dataclass(frozen=True)
+class CheckpointFailedEvent(Event):
+    """A tier does not get a checkpoint."""
+
+    step: Count
+    generation: str
+    tier: str
+    problem: str
+
+    def __str__(self) -> str:
+        return shorten(f"step {self.step}: {self.tier} save failed: {self.problem}")
+
+
+@dataclass(frozen=True)
+class SpareReplicaEvent(Event):
+    """A spare has copied what nodes had in memory; `message` where that are other nodes than before."""
+
+    step: Count
+    generation: str
+    node: str
+    """The spare."""
+    of: Texts
+    no_room: Texts
+    problems: Mapping[str, str]
+    """By node."""
+    size_bytes: Count
+    seconds: float
+    message: str = ""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class DurabilityOverdueEvent(Event):
+    """No durable save for longer than the job allows."""
+
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class CheckpointWorkerDiedEvent(Event):
+    """The checkpoint worker of a node died."""
+
+    node: str
+    wait_status: int | None
+
+    def __str__(self) -> str:
+        return f"the checkpoint worker on {self.node} died; another one is started"
+
+
+@dataclass(frozen=True)
+class SuspectSaveEvent(Event):
+    """Attempts that went on from a checkpoint have failed so many times."""
+
+    step: Count
+    generation: str | None
+    count: Count
+
+    def __str__(self) -> str:
+        times = "once" if self.count == 1 else f"{self.count} times"
+        return f"what went on from step {self.step} (generation {self.generation}) has failed {times}"

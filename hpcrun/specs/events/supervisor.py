@@ -1,0 +1,168 @@
+"""Events about nodes and about what the supervisor decides; injected faults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hpcrun.specs.events.event import (
+    Event,
+    Texts,
+    format_count,
+    format_hosts,
+)
+from hpcrun.typed_json import Count
+
+_SIGNAL_MEANINGS = {"SIGUSR1": "save", "SIGUSR2": "save and stop, to be queued again"}
+
+
+@dataclass(frozen=True)
+class PreflightFinding:
+    """What a preflight check has found on a node."""
+
+    node: str
+    check: str
+    verdict: str
+    text: str = ""
+    common: bool = False
+    """Whether it is about something that all nodes share."""
+
+    def __str__(self) -> str:
+        return f"{self.node}: {self.check}: {self.text}"
+
+
+@dataclass(frozen=True)
+class PreflightEvent(Event):
+    """The checks of nodes before an attempt."""
+
+    nodes: Count
+    seconds: float
+    found: tuple[PreflightFinding, ...]
+    excluded: Texts
+    """Nodes that are left out."""
+
+    def __str__(self) -> str:
+        if self.nodes == 1 and not self.found:
+            return ""
+        without = f"; left out: {format_hosts(self.excluded)}" if self.excluded else ""
+        findings = "; ".join(map(str, self.found)) or "all well"
+        return f"preflight of {format_count(self.nodes, 'node')}{without}: {findings}"
+
+
+@dataclass(frozen=True)
+class NodeLostEvent(Event):
+    """A node no longer answers for its ranks."""
+
+    node: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"node {self.node} lost: {self.why}"
+
+
+@dataclass(frozen=True)
+class SignalEvent(Event):
+    """The supervisor got a signal."""
+
+    signal: str
+
+    def __str__(self) -> str:
+        return f"{self.signal}: {_SIGNAL_MEANINGS.get(self.signal, 'save and stop')}"
+
+
+@dataclass(frozen=True)
+class StragglerEvent(Event):
+    """A node has become slow: `score` is its speed in relation to the others."""
+
+    node: str
+    score: float
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True)
+class FaultEvent(Event):
+    """Why an attempt failed, and who was at fault."""
+
+    cause: str
+    kind: str
+    """What kind of fault it was: the program's, the infrastructure's …; `unknown` where nothing tells."""
+    nodes: Texts
+    rank: Count | None
+    message: str
+
+    def __str__(self) -> str:
+        who = [] if self.rank is None else [f"rank {self.rank}"]
+        who += [f"node{'s' * (len(self.nodes) > 1)} {format_hosts(self.nodes)}"] if self.nodes else []
+        kind = f", {self.kind}" if self.kind != "unknown" else ""
+        place = f" of {' on '.join(who)}" if who else ""
+        message = f": {self.message}" if self.message else ""
+        return f"fault: {self.cause.replace('_', ' ')}{kind}{place}{message}"
+
+
+@dataclass(frozen=True)
+class RelaunchEvent(Event):
+    """Another attempt follows in the same allocation; replicas are None where all of the job's work."""
+
+    excluded: Texts
+    spares_left: Count
+    replicas: Count | None = None
+    replicas_before: Count | None = None
+    replicas_whole: Count | None = None
+
+    def __str__(self) -> str:
+        without = f" without {format_hosts(self.excluded)}" if self.excluded else ""
+        before = "" if self.replicas == self.replicas_before else f", it had {self.replicas_before}"
+        replicas = f" with {self.replicas} of {self.replicas_whole} replicas{before}"
+        spares = f"; {format_count(self.spares_left, 'spare')} left"
+        return f"relaunch in the same allocation{without}{replicas * (self.replicas is not None)}{spares}"
+
+
+@dataclass(frozen=True)
+class RequeueEvent(Event):
+    """The job is in the queue again."""
+
+    cause: str
+
+    def __str__(self) -> str:
+        return f"queued again ({self.cause.replace('_', ' ')})"
+
+
+@dataclass(frozen=True)
+class FailoverEvent(Event):
+    """Another supervisor has taken over, here or on another node."""
+
+    former: str
+    """The host of the former supervisor."""
+    successor: str
+    """The host of the new one."""
+    epoch: int | None
+    claimed: float | None
+    """When (wall clock) the new one claimed its epoch."""
+    killed_by: str = ""
+    """The signal that killed the former one, where both are on the same node."""
+
+    def __str__(self) -> str:
+        if self.killed_by:
+            return f"the supervisor on {self.former} was killed by {self.killed_by}"
+        return f"the supervisor on {self.former} is gone; {self.successor} goes on with the run"
+
+
+@dataclass(frozen=True)
+class ChaosEvent(Event):
+    """A fault that was injected, or has been taken back; a line of chaos.jsonl."""
+
+    phase: Literal["injected", "filled", "removed"]
+    do: str
+    rank: Count | None
+    node: str
+    text: str
+    pids: tuple[int, ...]
+    seed: int | None
+    user: str
+    """Who asked for it."""
+
+    def __str__(self) -> str:
+        return f"chaos on {self.node}: {self.text}"
