@@ -139,7 +139,7 @@ class Behind:
             time.sleep(0.001)
 
     def _hear(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "save" and "copy_s" in record:
+        if record["kind"] == "save" and record["copy_s"] is not None:
             self.copy_s = record["copy_s"]
         elif record["kind"] == "stored" and record["level"] == "durable":
             self._stored.add(record["step"])

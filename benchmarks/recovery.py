@@ -24,6 +24,7 @@ import harness
 
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.runs.ledger import read_ledger
+from hpcrun.specs.metrics import MetricRecord, StepMetric, read_metrics
 from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
 
@@ -97,26 +98,29 @@ class Bench:
             time.sleep(0.1)
 
 
-def steps(run: RunDir) -> list[dict[str, Any]]:
+def steps(run: RunDir) -> list[MetricRecord]:
     """The lines of steps."""
-    return [line for line in read_json_lines(run.metrics) if line.get("kind") == "step"]
+    return [record for record in read_metrics(run) if isinstance(record.metric, StepMetric)]
 
 
 def newest_step(run: RunDir) -> int:
     """The highest step so far."""
-    return max((line["step"] for line in steps(run)), default=0)
+    return max((record.metric.step for record in steps(run)), default=0)
 
 
 def strike(bench: Bench, run: RunDir, fault: str) -> Cost:
     """Let a fault happen to a run, and wait until it is back."""
     attempt = run.attempts()[-1]
-    bench.wait(lambda: any(line.get("attempt") == attempt.number for line in steps(run)), 180)
+    bench.wait(lambda: any(record.attempt == attempt.number for record in steps(run)), 180)
     time.sleep(2.0)
     before = newest_step(run)
     at = FAULTS[fault](bench, run)
     reached = max(before, newest_step(run))
     bench.wait(
-        lambda: any(line["step"] > reached and line["attempt"] > attempt.number for line in steps(run)), 240
+        lambda: any(
+            record.metric.step > reached and record.attempt > attempt.number for record in steps(run)
+        ),
+        240,
     )
     return cost_of(run, attempt.number, at)
 
@@ -129,13 +133,13 @@ def cost_of(run: RunDir, number: int, at: float) -> Cost:
     seen = min([seen, *(one["claimed"] for one in events if one.get("claimed"))])
     decided = first(events, "relaunch")
     started = first(events, "rank_started")
-    lines = steps(run)
-    old = max(line["step"] for line in lines if line["attempt"] <= number)
-    later = [line for line in lines if line["attempt"] > number]
-    back = min(line["time"] for line in later if line["step"] > old)
+    records = steps(run)
+    old = max(record.metric.step for record in records if record.attempt <= number)
+    later = [record for record in records if record.attempt > number]
+    back = min(record.time for record in later if record.metric.step > old)
     launch = next(one["time"] for one in read_json_lines(run.events) if one["event"] == "launch")
-    cold = lines[0]["time"] - launch
-    lost = old - (min(line["step"] for line in later) - 1)
+    cold = records[0].time - launch
+    lost = old - (min(record.metric.step for record in later) - 1)
     return Cost(seen - at, decided - seen, started - decided, back - decided, cold, lost)
 
 

@@ -5,6 +5,7 @@ Verbs are measured in turn with the bare interpreter, so that a drifting machine
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -14,6 +15,8 @@ import time
 from pathlib import Path
 
 import harness
+
+from hpcrun.specs.metrics import MetricRecord, StepMetric
 
 LIGHT_MS, JOB_FILE_MS, SCRIPT_MS = 150, 450, 600
 
@@ -32,7 +35,8 @@ def finished_run(root: Path) -> str:
     (run / "attempts" / "1" / "logs" / "rank-0.log").write_text("ready\n")
     (run / "spec.yaml").write_text("name: startup\n")
     (run / "job.json").write_text('{"pid": 1, "start_ticks": 0, "host": "elsewhere", "steps": 10}\n')
-    (run / "metrics.jsonl").write_text('{"kind": "step", "attempt": 1, "step": 10, "loss": 2.5}\n')
+    step = StepMetric(10, 2.5, 0.5, 1e-3, 1000.0, 1.0, {}, None, None)
+    (run / "metrics.jsonl").write_text(json.dumps(MetricRecord(1, 1e9, step).as_json()) + "\n")
     (run / "exit.json").write_text('{"status": "done", "exit_code": 0, "attempt": 1, "step": 10}\n')
     return run.name
 

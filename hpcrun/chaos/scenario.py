@@ -17,7 +17,7 @@ from hpcrun.chaos.faults import InjectedFault, parse_fault, parse_fault_seconds
 from hpcrun.chaos.inject import Injection, InjectionTarget, TargetNotReadyError, find_target
 from hpcrun.errors import HpcrunError, SpecError, SpecProblem, UsageError
 from hpcrun.runs.follow import RunWatcher
-from hpcrun.specs.records import JsonLineReader
+from hpcrun.specs.metrics import MetricReader, StepMetric
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.yaml import LIST_KEY, load_yaml_list
 
@@ -121,7 +121,7 @@ class ScenarioRun:
     _is_over: bool = False
 
     def __post_init__(self) -> None:
-        self._metrics, self._watch = JsonLineReader(self.run.metrics), RunWatcher([self.run])
+        self._metrics, self._watch = MetricReader(self.run), RunWatcher([self.run])
 
     def run_all(self, scenes: list[ScenarioStep]) -> bool:
         """Play all in order, until the last is done or the run is over; whether all were done."""
@@ -181,8 +181,8 @@ class ScenarioRun:
                 injection.close()
                 self._running.remove(injection)
         for line in self._metrics.read():
-            if line.get("kind", "step") == "step" and isinstance(line.get("step"), int):
-                self._step = line["step"]
+            if isinstance(line.metric, StepMetric):
+                self._step = line.metric.step
 
     def _has_ended(self) -> bool:
         """Whether the run is over; looked at now and then."""

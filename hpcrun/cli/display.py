@@ -8,11 +8,11 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from hpcrun.cli.terminal import escape_control_characters, unescaped_stream
 from hpcrun.local_identity import display_path
-from hpcrun.runs.save_text import describe_save, describe_weights
+from hpcrun.specs.metrics import Metric, RestoreMetric, StartMetric, StepMetric
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -48,30 +48,26 @@ class LineDisplay:
         """All ranks have met."""
         self.note(f"{ranks} rank{'s' * (ranks > 1)} ready after {seconds:.1f} s")
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, metric: Metric) -> None:
         """A line of metrics.jsonl."""
-        kind, step = record.get("kind", "step"), record.get("step", 0)
-        if kind == "eval":
-            self.note(f"step {step}: eval loss {record.get('eval_loss', float('nan')):.4f}")
-        elif kind == "start":
-            self.note(f"computing on {record.get('device_name')} ({record.get('reason')})")
-        elif kind == "weights":
-            self.note(describe_weights(record))
-        elif text := describe_save(record):
-            self.note(text)
-        elif kind == "restore" and isinstance(record.get("passed_over"), list) and record["passed_over"]:
-            for problem in record["passed_over"]:
-                self.note(f"passed over: {problem}")
-            self.note(f"goes on from step {step}; {record.get('lost_steps')} saved steps are lost")
-        elif kind == "step":
-            self._step(step, record)
+        match metric:
+            case StepMetric():
+                self._step(metric)
+            case StartMetric():
+                self.note(f"computing on {metric.device_name} ({metric.reason})")
+            case RestoreMetric(passed_over=problems) if problems:
+                for problem in problems:
+                    self.note(f"passed over: {problem}")
+                self.note(f"goes on from step {metric.step}; {metric.lost_steps} saved steps are lost")
+            case _ if text := metric.describe():
+                self.note(text)
 
-    def _step(self, step: int, record: dict[str, Any]) -> None:
-        now = time.monotonic()
+    def _step(self, metric: StepMetric) -> None:
+        now, step = time.monotonic(), metric.step
         due = now - self._said_at >= _LINE_EVERY_S and step - self._said_step >= self._steps / 100
         if due or step == self._steps or step - self._said_step >= max(1, self._steps // 10):
             self._said_at, self._said_step = now, step
-            self.note(f"step {step}/{self._steps}  {format_step(record, self._steps)}")
+            self.note(f"step {step}/{self._steps}  {format_step(metric, self._steps)}")
 
     def finished(self, outcome: AttemptOutcome) -> None:
         """The run is over; the command says how it ended."""
@@ -118,13 +114,13 @@ class ProgressBarDisplay(LineDisplay):
         self._task = self._progress.add_task("step", total=self._steps, figures="")
         self._progress.start()
 
-    def _step(self, step: int, record: dict[str, Any]) -> None:
+    def _step(self, metric: StepMetric) -> None:
         if self._progress is None or self._task is None:
             return
-        figures = format_step(record, self._steps)
-        self._progress.update(self._task, completed=step, figures=figures)
+        figures = format_step(metric, self._steps)
+        self._progress.update(self._task, completed=metric.step, figures=figures)
         now = time.monotonic()
-        if now - self._drawn >= _REFRESH_S or step == self._steps:
+        if now - self._drawn >= _REFRESH_S or metric.step == self._steps:
             self._drawn = now
             with contextlib.suppress(OSError):
                 self._progress.refresh()
@@ -137,18 +133,14 @@ class ProgressBarDisplay(LineDisplay):
             self._progress = None
 
 
-def format_step(record: dict[str, Any], steps: int) -> str:
-    """Loss, speed and time left of a step's record; figures that it lacks are left out."""
-    parts = []
-    if (loss := record.get("loss")) is not None:
-        parts.append(f"loss {loss:.4f}")
-    if (rate := record.get("tokens_per_s")) is not None:
-        parts.append(f"{format_short_number(rate)} tokens/s")
-    if (mfu := record.get("mfu")) is not None:
-        parts.append(f"mfu {mfu:.1%}")
-    if (seconds := record.get("step_time_s")) is not None:
-        left = seconds * (steps - record.get("step", steps))
-        parts.append(f"{format_short_duration(left)} left" if left >= 1 else f"{seconds:.2g} s a step")
+def format_step(metric: StepMetric, steps: int) -> str:
+    """Loss, speed and time left of a step."""
+    parts = [f"loss {metric.loss:.4f}", f"{format_short_number(metric.tokens_per_s)} tokens/s"]
+    if metric.mfu is not None:
+        parts.append(f"mfu {metric.mfu:.1%}")
+    seconds = metric.step_time_s
+    left = seconds * (steps - metric.step)
+    parts.append(f"{format_short_duration(left)} left" if left >= 1 else f"{seconds:.2g} s a step")
     return "  ".join(parts)
 
 

@@ -53,7 +53,7 @@ from hpcrun.specs.events.event import Event
 from hpcrun.specs.events.log import EventWriter
 from hpcrun.specs.events.supervisor import NodeLostEvent, SignalEvent, StragglerEvent
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.records import JsonLineReader
+from hpcrun.specs.metrics import Metric, MetricReader, StepMetric
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.units import parse_time
 
@@ -70,7 +70,7 @@ class RunObserver(Protocol):
     def ranks_ready(self, ranks: int, seconds: float) -> None:
         """All ranks have met, so many seconds after the start."""
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, metric: Metric) -> None:
         """A line of metrics.jsonl: a step, an evaluation, a save."""
 
     def finished(self, outcome: AttemptOutcome) -> None:
@@ -151,7 +151,7 @@ class AttemptMonitor:
         observer: RunObserver,
         limits: AttemptLimits,
         events: EventWriter,
-        metrics: JsonLineReader,
+        metrics: MetricReader,
         watchdog: HangWatchdog,
         again: Literal["train", "submit"] = "train",
         beside: Callable[[], str | None] = lambda: None,
@@ -363,12 +363,13 @@ class AttemptMonitor:
         self._event(StacksEvent(tuple(RankStacks(one.ranks, one.nodes, one.place) for one in self._groups)))
 
     def _read_metrics(self) -> None:
-        for record in self._metrics.read():
-            if record.get("attempt") == self._launch.attempt.number:
-                if record.get("kind", "step") == "step":
-                    self._step = record.get("step", self._step)
-                self._observer.step(record)
-            self._pace.take(record)
+        records = self._metrics.read()
+        self._pace.take(records)
+        for record in records:
+            if record.attempt == self._launch.attempt.number:
+                if isinstance(record.metric, StepMetric):
+                    self._step = record.metric.step
+                self._observer.step(record.metric)
 
     def _outcome(self, verdict: _Verdict, missing: list[int]) -> AttemptOutcome:
         if verdict == "finished":

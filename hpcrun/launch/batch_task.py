@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from hpcrun.errors import (
     EXIT_CHECK_FAILED,
@@ -32,6 +31,7 @@ from hpcrun.runs.run_lock import RunOwnedError, lock_run
 from hpcrun.slurm.allocation import find_allocation
 from hpcrun.specs.cluster import ClusterSpec, load_cluster
 from hpcrun.specs.io_retry import log_line
+from hpcrun.specs.metrics import Metric, StepMetric
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import read_sweep
@@ -59,11 +59,11 @@ class BatchLog:
         """All ranks have met."""
         self.note(f"{ranks} rank{'s' * (ranks > 1)} ready after {seconds:.1f} s")
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, metric: Metric) -> None:
         """A step now and then; metrics.jsonl has them all."""
-        if "loss" in record and time.monotonic() - self._said > _LOG_INTERVAL_S:
+        if isinstance(metric, StepMetric) and time.monotonic() - self._said > _LOG_INTERVAL_S:
             self._said = time.monotonic()
-            self.note(f"step {record['step']}: loss {record['loss']:.4f}")
+            self.note(f"step {metric.step}: loss {metric.loss:.4f}")
 
     def finished(self, outcome: AttemptOutcome) -> None:
         """The attempt is over."""

@@ -6,12 +6,11 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from hpcrun.launch.attempt_monitor import AttemptOutcome, RunObserver
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
-from hpcrun.specs.records import newest_step_records, read_json_lines
+from hpcrun.specs.metrics import Metric, StepMetric, newest_steps, read_metrics
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.shipped import shipped_file
 from hpcrun.submission.prepare import PreparedJob, prepare_job
@@ -54,10 +53,10 @@ class _StopHalfway:
         self._observer, self._half = observer, half
         self.note, self.ranks_ready, self.finished = observer.note, observer.ranks_ready, observer.finished
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, metric: Metric) -> None:
         """A line of metrics.jsonl."""
-        self._observer.step(record)
-        if record.get("kind") == "step" and record.get("step") == self._half:
+        self._observer.step(metric)
+        if isinstance(metric, StepMetric) and metric.step == self._half:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -96,5 +95,4 @@ def demonstrate(
 
 
 def _loss_curve(run: RunDir) -> LossCurve:
-    steps = [record for record in read_json_lines(run.metrics) if record.get("kind") == "step"]
-    return [(record["step"], record["loss"]) for record in newest_step_records(steps)]
+    return [(metric.step, metric.loss) for metric in newest_steps(read_metrics(run))]

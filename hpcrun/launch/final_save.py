@@ -10,15 +10,14 @@ import os
 import signal
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
-from hpcrun.specs.records import JsonLineReader
+from hpcrun.specs.metrics import MetricReader, MetricRecord, SaveMetric, StepMetric, StoredMetric
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.timing import FINAL_SAVE_MARGIN
 from hpcrun.units import parse_time
@@ -49,32 +48,27 @@ class SaveDurations:
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_MAX_SAVES)
-        self._takes: dict[CheckpointLevel, deque[float]] = {}
+        self._takes = defaultdict[str, deque[float]](lambda: deque(maxlen=_MAX_SAVES))
 
-    def take(self, line: Mapping[str, Any]) -> None:
-        """One more line; what makes no sense is passed over."""
-        kind, level = line.get("kind", "step"), line.get("level", "durable")
-        if kind == "step":
-            _append_duration(self._steps, line.get("step_time_s"))
-        elif level not in CHECKPOINT_LEVELS:
-            return
-        elif kind == "save":
-            _append_duration(self._takes.setdefault(level, deque(maxlen=_MAX_SAVES)), line.get("seconds"))
-        elif kind == "stored":
-            _append_duration(
-                self._takes.setdefault(level, deque(maxlen=_MAX_SAVES)), _without_throttling(line)
-            )
-
-    def take_all(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Several lines."""
-        for line in lines:
-            self.take(line)
+    def take(self, records: Iterable[MetricRecord]) -> None:
+        """More lines."""
+        for record in records:
+            match record.metric:
+                case StepMetric(step_time_s=seconds):
+                    self._steps.append(seconds)
+                case SaveMetric(level=level, seconds=seconds):
+                    self._takes[level].append(seconds)
+                case StoredMetric() as stored:
+                    # Without the rests of workers: at the end there are none.
+                    self._takes[stored.level].append(max(0.0, stored.lag_s - stored.rested_s))
 
     def save_times_s(self) -> dict[CheckpointLevel, float]:
         """With the margin and the step that has to end first: the longest of the newest saves, by level."""
         step = max(self._steps, default=0.0)
         return {
-            level: FINAL_SAVE_MARGIN * max(values) + step for level, values in self._takes.items() if values
+            level: FINAL_SAVE_MARGIN * max(self._takes[level]) + step
+            for level in CHECKPOINT_LEVELS
+            if level in self._takes
         }
 
     @property
@@ -83,26 +77,12 @@ class SaveDurations:
         return self.save_times_s().get("durable", 0.0)
 
 
-def _without_throttling(line: Mapping[str, Any]) -> Any:
-    """How long a save took but for the rests of workers: at the end there are none."""
-    lag_s, facts = line.get("lag_s"), line.get("facts")
-    rested_s = facts.get("rested_s") if isinstance(facts, Mapping) else None
-    if isinstance(lag_s, int | float) and isinstance(rested_s, int | float) and 0 <= rested_s <= lag_s:
-        return lag_s - rested_s
-    return lag_s
-
-
-def _append_duration(values: deque[float], value: Any) -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e6:
-        values.append(float(value))
-
-
 def effective_grace_s(run: RunDir, spec: JobSpec) -> float:
     """How long before the end of the allocation the run was asked to save: by Slurm, or earlier by us."""
     told = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
-    pace, reader = SaveDurations(), JsonLineReader(run.metrics)
-    while lines := reader.read(_CHUNK_BYTES):
-        pace.take_all(lines)
+    pace, reader = SaveDurations(), MetricReader(run)
+    while records := reader.read(_CHUNK_BYTES):
+        pace.take(records)
     return max(told, pace.lead_s)
 
 
@@ -145,12 +125,12 @@ def watch_time_limit(
         return
     over = threading.Event()
     call = FinalSaveTimer(parse_time(spec.retries.grace).seconds, allocation.seconds_left, time.monotonic)
-    reader = JsonLineReader(run.metrics)
+    reader = MetricReader(run)
 
     def watch() -> None:
         while not over.wait(_POLL_S):
-            while lines := reader.read(_CHUNK_BYTES):
-                call.pace.take_all(lines)
+            while records := reader.read(_CHUNK_BYTES):
+                call.pace.take(records)
             why = call.why_due()
             if why is not None:
                 note(why)

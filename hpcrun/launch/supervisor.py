@@ -41,9 +41,10 @@ from hpcrun.runs.run_lock import clean_up_leftovers, take_over_run_lock
 from hpcrun.specs.events.supervisor import FaultEvent
 from hpcrun.specs.io_retry import retry_while_full
 from hpcrun.specs.load import render_job
+from hpcrun.specs.metrics import MetricReader
 from hpcrun.specs.origin import record_provenance
 from hpcrun.specs.placement import Placement, write_placement
-from hpcrun.specs.records import JsonLineReader, write_atomically, write_json
+from hpcrun.specs.records import write_atomically, write_json
 from hpcrun.specs.run_lookup import new_run
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.submission.prepare import PreparedJob
@@ -411,8 +412,7 @@ class Supervisor:
             job=self._context.allocation.job if self._context.allocation and self._context.is_batch else None,
         )
         events = LeaderEventWriter(attempt.run.events, self._verify)
-        metrics = attempt.run.metrics
-        reader = JsonLineReader(metrics, metrics.stat().st_size if metrics.exists() else 0)
+        reader = MetricReader(attempt.run, from_now=True)
         try:
             again: Literal["train", "submit"] = "submit" if self._context.is_batch else "train"
             course = AttemptMonitor(

@@ -1,8 +1,8 @@
 """What lines of metrics.jsonl say of saves and the levels that they go through; other lines say nothing here.
 
 {"kind": "save", "step", "seconds"}                     the ranks wrote it into the run directory, and waited
-{"kind": "save", "level": "memory", ..., "bytes"}       a copy in memory: training waited so long for it
-{"kind": "stored", "level", "seconds", "bytes", "lag_s"}  a level has it, so long after the save
+{"kind": "save", "level": "memory", ..., "size_bytes"}       a copy in memory: training waited so long for it
+{"kind": "stored", "level", "seconds", "size_bytes", "lag_s"}  a level has it, so long after the save
 {"kind": "save_failed", "step", "level", "why"}         a level does not get it
 """
 
@@ -61,14 +61,14 @@ class CheckpointStats:
             sums.failures += 1
             return
         sums.saves += 1
-        sums.size_bytes += _valid_number(line.get("bytes")) or 0.0
+        sums.size_bytes += _valid_number(line.get("size_bytes")) or 0.0
         if kind == "save":
             sums.stall_s += _valid_number(line.get("seconds")) or 0.0
             return
         sums.flush_s += _valid_number(line.get("seconds")) or 0.0
         sums.lag_s = _valid_number(line.get("lag_s"))
-        facts, size = line.get("facts"), _valid_number(line.get("bytes"))
-        stored = _valid_number(facts.get("stored_bytes")) if isinstance(facts, dict) else None
+        size = _valid_number(line.get("size_bytes"))
+        stored = _valid_number(line.get("stored_bytes"))
         sums.ratio = (size if stored is None else stored) / size if size else None
 
     def take_all(self, lines: Iterable[Record]) -> CheckpointStats:

@@ -133,7 +133,7 @@ class EventFormatter:
             else "",
             "eval": f"step {step}: eval loss {_format_number(line.get('eval_loss'))}",
         }
-        text = texts[kind] if kind in texts else "" if kind == "draining" else describe_save(line)
+        text = texts[kind] if kind in texts else "" if kind == "flush" else describe_save(line)
         return EventLine(line["time"], line["attempt"], kind, text) if text else None
 
 

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.files import open_regular
 from hpcrun.runs.run_state import RunState, read_run_states
 from hpcrun.runs.snapshot import RunSnapshot
+from hpcrun.specs.metrics import Metric, MetricReader
 from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _CHUNK_BYTES = 65536
@@ -124,7 +123,7 @@ def follow_logs(
     rank: int | None = None,
     attempt: int | None = None,
     batch: bool = False,
-    step: Callable[[dict[str, Any]], None] | None = None,
+    step: Callable[[Metric], None] | None = None,
     pace: PollIntervals | None = None,
 ) -> int:
     """Write what a rank (default 0) prints, over attempts and requeues, until the run is over; its exit code.
@@ -133,14 +132,14 @@ def follow_logs(
     is waited for, and each new attempt, is noted; `step` gets the lines that come to metrics.jsonl.
     """
     log = _RunLog(run, rank, batch, attempt)
-    metrics = JsonLineReader(run.metrics, run.metrics.stat().st_size if run.metrics.exists() else 0)
+    metrics = MetricReader(run, from_now=True)
 
     def render() -> None:
         for text in log.read(note):
             write(text)
         if step is not None:
             for record in metrics.read():
-                step(record)
+                step(record.metric)
 
     return follow_until_end(run, render, note, pace)
 

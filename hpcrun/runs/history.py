@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from hpcrun.runs.ledger import read_ledger
 from hpcrun.runs.timeline import AttemptTimeline, Record, build_timelines
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_run_job
+from hpcrun.specs.metrics import MetricRecord, SaveMetric, StepMetric, StoredMetric, read_metrics
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import Attempt, RunDir
@@ -138,72 +140,64 @@ def _job_shape(spec: JobSpec) -> tuple[Any, ...]:
 
 def measure_runs(runs: Sequence[RunDir]) -> MeasuredCosts:
     """What these runs took, all their lines together; what none of them tells is None."""
-    lines, restarts = list[Record](), list[float]()
+    records, restarts = list[MetricRecord](), list[float]()
     for run in runs:
-        lines += read_json_lines(run.metrics)
-        book = read_ledger(run)
-        if book.mttr_s is not None and book.mttd_s is not None:
-            restarts.append(book.mttd_s + book.mttr_s)
+        records += read_metrics(run)
+        ledger = read_ledger(run)
+        if ledger.mttr_s is not None and ledger.mttd_s is not None:
+            restarts.append(ledger.mttd_s + ledger.mttr_s)
     restart = sum(restarts) / len(restarts) if restarts else None
-    return measure_metric_records(lines, tuple(run.id for run in runs), restart)
+    return measure_metric_records(records, tuple(run.id for run in runs), restart)
 
 
 def measure_metric_records(
-    lines: Iterable[Record], runs: tuple[str, ...] = (), restart_s: float | None = None
+    records: Sequence[MetricRecord], runs: tuple[str, ...] = (), restart_s: float | None = None
 ) -> MeasuredCosts:
-    """What the lines of metrics.jsonl say of steps and saves; lines that make no sense are passed over.
-
-    A save without a level is one that the ranks wrote into the run directory themselves, and waited for.
-    """
-    steps, found, known = list[float](), dict[tuple[str, str], list[float]](), list(lines)
-    for line in known:
-        kind, level = line.get("kind", "step"), str(line.get("level", "durable"))
-        if kind == "step":
-            _append_if_valid(steps, line.get("step_time_s"))
-        elif kind == "save":
-            _append_if_valid(found.setdefault((level, "stall"), []), line.get("seconds"))
-        elif kind == "stored":
-            _append_if_valid(found.setdefault((level, "flush"), []), line.get("seconds"))
-            _append_if_valid(found.setdefault((level, "lag"), []), line.get("lag_s"))
-    for level, longer in _background_slowdowns(known, _median_or_none(steps)):
-        _append_if_valid(found.setdefault((level, "stall"), []), longer)
-    levels = {
-        level: _level_timing(found, level) for level in _LEVELS if any(one[0] == level for one in found)
-    }
-    return MeasuredCosts(runs, _median_or_none(steps), levels, restart_s)
+    """What the lines of metrics.jsonl say of steps and saves."""
+    steps, times = list[float](), defaultdict[tuple[str, str], list[float]](list)
+    for record in records:
+        match record.metric:
+            case StepMetric(step_time_s=seconds):
+                steps.append(seconds)
+            case SaveMetric() as save:
+                times[save.level, "stall"].append(save.seconds)
+            case StoredMetric() as stored:
+                times[stored.level, "flush"].append(stored.seconds)
+                times[stored.level, "lag"].append(stored.lag_s)
+    step_s = _median_or_none(steps)
+    if step_s is not None:
+        for level, slowdown_s in _background_slowdowns(records, step_s):
+            times[level, "stall"].append(slowdown_s)
+    measured_levels = {level for level, _ in times}
+    levels = {level: _level_timing(times, level) for level in _LEVELS if level in measured_levels}
+    return MeasuredCosts(runs, step_s, levels, restart_s)
 
 
-def _background_slowdowns(lines: Sequence[Record], usual_s: float | None) -> Iterator[tuple[str, float]]:
-    """For each save that a level stored in the background: how much longer the steps beside it were."""
-    lines = lines[-_MAX_LINES:]
-    ends = [
-        (line["attempt"], line["time"], line["step_time_s"])
-        for line in lines
-        if line.get("kind", "step") == "step"
-        and all(isinstance(line.get(name), int | float) for name in ("attempt", "time", "step_time_s"))
+def _background_slowdowns(records: Sequence[MetricRecord], usual_s: float) -> Iterator[tuple[str, float]]:
+    """For each save that a level stored in the background: how much longer the steps meanwhile were."""
+    records = records[-_MAX_LINES:]
+    steps = [
+        (record.attempt, record.time, record.metric.step_time_s)
+        for record in records
+        if isinstance(record.metric, StepMetric) and record.metric.step_time_s
     ]
-    for line in [line for line in lines if line.get("kind") == "stored"][-_MAX_STORED:]:
-        seconds, time = line.get("seconds"), line.get("time")
-        if usual_s is not None and isinstance(seconds, int | float) and isinstance(time, int | float):
-            # A step counts with the part of it that lies beside the save.
-            shares = [
-                (took - usual_s) * max(0.0, min(end, time) - max(end - took, time - seconds)) / took
-                for attempt, end, took in ends
-                if attempt == line.get("attempt") and took > 0 and end > time - seconds and end - took < time
-            ]
-            yield str(line.get("level")), max(0.0, sum(shares))
+    stores = [(record, record.metric) for record in records if isinstance(record.metric, StoredMetric)]
+    for record, stored in stores[-_MAX_STORED:]:
+        begin, end = record.time - stored.seconds, record.time
+        # A step counts with the part of it during which the save was stored.
+        shares = [
+            (step_s - usual_s) * max(0.0, min(step_end, end) - max(step_end - step_s, begin)) / step_s
+            for attempt, step_end, step_s in steps
+            if attempt == record.attempt and step_end > begin and step_end - step_s < end
+        ]
+        yield stored.level, max(0.0, sum(shares))
 
 
-def _level_timing(found: Mapping[tuple[str, str], list[float]], level: CheckpointLevel) -> LevelTiming:
-    stall, flush, lag = (found.get((level, name), []) for name in ("stall", "flush", "lag"))
+def _level_timing(times: Mapping[tuple[str, str], list[float]], level: CheckpointLevel) -> LevelTiming:
+    stall, flush, lag = (times.get((level, name), []) for name in ("stall", "flush", "lag"))
     return LevelTiming(
         _median_or_none(stall), _median_or_none(flush), _median_or_none(lag), max(len(stall), len(flush))
     )
-
-
-def _append_if_valid(values: list[float], value: Any) -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9:
-        values.append(float(value))
 
 
 def _median_or_none(values: Sequence[float]) -> float | None:

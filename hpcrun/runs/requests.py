@@ -14,12 +14,11 @@ from hpcrun.runs.cancel import cancel_run
 from hpcrun.runs.follow import PollIntervals, RunWatcher, format_run_state
 from hpcrun.runs.remote_signal import signal_successor
 from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
-from hpcrun.runs.save_text import is_durable_save
 from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.slurm.answers import parse_slurm_problem
 from hpcrun.slurm.client import run_slurm_client
+from hpcrun.specs.metrics import MetricReader, SaveMetric, StoredMetric
 from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import RunDir
 
 _SCANCEL_S = 30.0
@@ -31,7 +30,7 @@ class SaveRequest:
 
     lines: list[str]
     """In words, a line each."""
-    answers: dict[RunDir, JsonLineReader]
+    answers: dict[RunDir, MetricReader]
     """The metrics of every run that was asked, from that moment on."""
 
 
@@ -46,7 +45,7 @@ def request_save(run: RunDir, *, force: bool = False) -> SaveRequest:
     begun = [one for one in states if one.state == "running" and _has_supervisor(one.run)]
     if not begun:
         raise _nothing_to_save_error(read_run_states([run])[0] if run.sweep.is_file() else states[0])
-    answers = {one.run: _new_metrics_reader(one.run) for one in begun}
+    answers = {one.run: MetricReader(one.run, from_now=True) for one in begun}
     lines = [_signal_process(one.run) for one in begun if not one.job]
     by_cluster: defaultdict[str, list[str]] = defaultdict(list)
     for one in begun:
@@ -98,17 +97,12 @@ def wait_for_saves(
     return all_saved
 
 
-def _next_save_text(reader: JsonLineReader) -> str:
-    for line in reader.read():
-        if is_durable_save(line):
-            seconds = line.get("lag_s", line.get("seconds"))
-            took = f" in {seconds:.1f} s" if isinstance(seconds, int | float) else ""
-            return f"step {line.get('step')} was saved{took}"
+def _next_save_text(reader: MetricReader) -> str:
+    for record in reader.read():
+        match record.metric:
+            case StoredMetric(lag_s=seconds) | SaveMetric(seconds=seconds) if record.metric.is_durable_save:
+                return f"step {record.metric.step} was saved in {seconds:.1f} s"
     return ""
-
-
-def _new_metrics_reader(run: RunDir) -> JsonLineReader:
-    return JsonLineReader(run.metrics, run.metrics.stat().st_size if run.metrics.exists() else 0)
 
 
 def _require_savable_run(run: RunDir, force: bool) -> None:

@@ -12,13 +12,13 @@ _QUIET_LEVELS = ("memory", "local", "parity")
 def is_durable_save(line: Mapping[str, Any]) -> bool:
     """Whether a line says that a step is in the run directory."""
     kind, level = line.get("kind"), line.get("level")
-    return (kind == "save" and level is None) or (kind == "stored" and level == "durable")
+    return (kind == "save" and level in (None, "durable")) or (kind == "stored" and level == "durable")
 
 
 def describe_save(line: Mapping[str, Any]) -> str:
     """What a line about a save says; empty for other lines, and for what is not worth telling."""
     kind, level, step = line.get("kind"), line.get("level"), line.get("step")
-    if kind == "save" and level is None:
+    if kind == "save" and level in (None, "durable"):
         return f"step {step}: saved{_format_seconds(line.get('seconds'), ' in')}"
     if kind == "stored" and level not in _QUIET_LEVELS:
         where = "" if level == "durable" else f" ({level})"
@@ -35,7 +35,7 @@ def describe_save(line: Mapping[str, Any]) -> str:
         every = line.get("every_s")
         often = f"{every / 60:.0f} min" if isinstance(every, int | float) else "unknown"
         return f"saves are {often} apart from now on: {line.get('why')}"
-    if kind == "draining":
+    if kind == "flush":
         return f"step {step}: {_describe_flush(line)}{_format_seconds(line.get('seconds'), ' after')}"
     return ""
 
@@ -51,7 +51,7 @@ def describe_weights(line: Mapping[str, Any]) -> str:
 
 
 def _describe_flush(line: Mapping[str, Any]) -> str:
-    done, size = line.get("done_bytes"), line.get("bytes")
+    done, size = line.get("done_bytes"), line.get("size_bytes")
     where = ", ".join(map(str, line.get("levels") or []))
     if not isinstance(size, int | float) or not size:
         return f"on its way to {where}"

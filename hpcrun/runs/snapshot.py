@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from hpcrun import process
 from hpcrun.errors import UsageError
 from hpcrun.files import read_tail
+from hpcrun.specs.metrics import EvalMetric, StepMetric, parse_metric
 from hpcrun.specs.provenance import Provenance, SubmissionRecord
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.typed_json import WrongValue
 
 _TAIL_BYTES = 65536
 _MAX_LINE_LENGTH = 300
@@ -167,27 +169,24 @@ class RunSnapshot:
 
     def progress(self) -> TrainingProgress:
         """The last step, its loss, and the last loss of an evaluation."""
-        step: dict[str, Any] | None = None
-        evaluated: float | None = None
+        step: StepMetric | None = None
+        evaluation: EvalMetric | None = None
         for line in reversed(read_tail(self.run.metrics, _TAIL_BYTES).splitlines()):
             # Where lines are many, reading them all as JSON would be most of the work.
-            if step is not None and (evaluated is not None or b'"eval_loss"' not in line):
+            if step is not None and (evaluation is not None or b'"eval_loss"' not in line):
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # torn, or cut where the tail begins
+                metric = parse_metric(json.loads(line)).metric
+            except (ValueError, RecursionError, WrongValue):  # torn, or cut where the tail begins
                 continue
-            if not isinstance(record, dict):
-                continue
-            if step is None and record.get("kind", "step") == "step":
-                step = record
-            evaluated = record.get("eval_loss") if evaluated is None else evaluated
-        last = step or {}
-        number, loss = last.get("step"), last.get("loss")
+            if step is None and isinstance(metric, StepMetric):
+                step = metric
+            elif evaluation is None and isinstance(metric, EvalMetric):
+                evaluation = metric
         return TrainingProgress(
-            number if isinstance(number, int) else None,
-            loss if isinstance(loss, _NUMBER) else None,
-            evaluated if isinstance(evaluated, _NUMBER) else None,
+            None if step is None else step.step,
+            None if step is None else step.loss,
+            None if evaluation is None else evaluation.eval_loss,
         )
 
     def batch_logs(self) -> list[Path]:

@@ -22,7 +22,7 @@ _BACKGROUND_KINDS = (
     "save_unchanged",
     "save_stalled",
     "save_interval",
-    "draining",
+    "flush",
 )
 """Lines of what goes on beside the run, and takes none of its time."""
 

@@ -33,6 +33,7 @@ from hpcrun.runtime.snapshot import CopyResult
 from hpcrun.runtime.worker_client import WorkerEndpoint, WorkerGoneError
 from hpcrun.runtime.worker_session import QUICK_ANSWER_S, WorkerSession
 from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.metrics import SaveMetric, SaveSkippedMetric, SaveUnchangedMetric, StoredMetric
 from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint
 
 _NEW, _GONE, _BUSY, _UNREPORTED, _REFUSED, _SLOT_EXPECTED, _SINGLE, _LATE = (1 << bit for bit in range(8))
@@ -115,7 +116,7 @@ class AsyncCheckpointer:
         if not self._may_wait and self._skipped_saves < self._saves_to_skip:
             self._skipped_saves += 1
             why = "memory does not take it, and storage has not taken the last one either"
-            self._reports.record({"kind": "save_skipped", "step": step, "why": why})
+            self._reports.record(SaveSkippedMetric(step, why))
             return False
         try:
             self._write(step, position, state)
@@ -131,7 +132,7 @@ class AsyncCheckpointer:
         begin = time.monotonic()
         limit_s = None if self._may_wait else _WRITE_S
         self._direct.save(step, position, state, beside=True, limit_s=limit_s)
-        self._reports.record({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
+        self._reports.record(SaveMetric(step, time.monotonic() - begin))
 
     def record_restored(self, generation: str) -> None:
         """All ranks go on from this generation: what is older is needed no more."""
@@ -164,15 +165,14 @@ class AsyncCheckpointer:
 
     def _record_copy(self, save: PendingSave, copied: CopyResult) -> None:
         self._reports.record(
-            {
-                "kind": "save",
-                "step": save.stamp.step,
-                "seconds": save.stall_s + copied.wait_s,
-                "level": "memory",
-                "copy_s": copied.copy_s,
-                "fence_wait_s": copied.wait_s,
-                "bytes": save.size_bytes,
-            }
+            SaveMetric(
+                save.stamp.step,
+                seconds=save.stall_s + copied.wait_s,
+                level="memory",
+                copy_s=copied.copy_s,
+                fence_wait_s=copied.wait_s,
+                size_bytes=save.size_bytes,
+            )
         )
 
     def save_durably(self, step: int, position: int, state: dict[str, Tensor]) -> None:
@@ -300,7 +300,7 @@ class AsyncCheckpointer:
                 return slot
             if (behind == "skip" and tries) or (behind == "degrade" and union & _LATE and not wait):
                 why = "; ".join(filter(None, [busy or "another rank is behind", self._saves.waits_for]))
-                self._reports.record({"kind": "save_skipped", "step": step, "why": why})
+                self._reports.record(SaveSkippedMetric(step, why))
                 return "skipped"
             oldest = self._saves.oldest_unfinished
             if tries and oldest is not None and self._control.rank == 0:
@@ -321,7 +321,7 @@ class AsyncCheckpointer:
             self._reports.exchange()
         for save in unchanged:
             why = "its bytes are those of the save before; is what trains what is saved?"
-            self._reports.record({"kind": "save_unchanged", "step": save.stamp.step, "why": why})
+            self._reports.record(SaveUnchangedMetric(save.stamp.step, why))
         return union
 
     def _listen(self, wait_s: float = 0.0, *, hasten: bool = False) -> None:
@@ -349,17 +349,27 @@ class AsyncCheckpointer:
             self._compare(save)
         elif kind == "stalled":
             save.waits_for = str(message.get("why"))
-            self._reports.stall(save.stamp.step, level, message.get("seconds"), save.waits_for)
+            self._reports.stall(save.stamp.step, level, message["seconds"], save.waits_for)
         elif kind == "failed" or (kind == "stored" and message.get("problem")):
             # All ranks of the node are told the same.
             why = str(message.get("why") or message.get("problem"))
             self._fail(save, level, why, is_told=self._reports.is_speaker)
         elif kind == "stored" and level not in save.outcomes:
             save.outcomes[level] = None
-            record = {"kind": "stored", "step": save.stamp.step, "level": level}
-            lag, facts = time.time() - save.begun, message.get("facts") or {}
-            amounts = {"seconds": message.get("seconds"), "bytes": message.get("size_bytes")}
-            self._reports.record({**record, **amounts, "lag_s": lag, "facts": facts})
+            facts = dict(message.get("facts") or {})
+            self._reports.record(
+                StoredMetric(
+                    save.stamp.step,
+                    level,
+                    seconds=max(0.0, message["seconds"]),
+                    size_bytes=message["size_bytes"],
+                    # The wall clock may have been set meanwhile.
+                    lag_s=max(0.0, time.time() - save.begun),
+                    stored_bytes=facts.pop("stored_bytes", None),
+                    rested_s=facts.pop("rested_s", 0.0),
+                    facts=facts,
+                )
+            )
 
     def _compare(self, save: PendingSave) -> None:
         session = self._session

@@ -51,6 +51,14 @@ from hpcrun.runtime.state_tree import flatten_state, pack_tree
 from hpcrun.runtime.stderr_notes import write_stderr_line
 from hpcrun.runtime.stop_requests import StopRequests
 from hpcrun.runtime.worker_endpoint import AgentWorker, OwnWorker, await_earlier_workers
+from hpcrun.specs.metrics import (
+    Metric,
+    SaveFailedMetric,
+    SaveSkippedMetric,
+    SaveUnchangedMetric,
+    metric_as_json,
+    metric_kind,
+)
 
 
 class Checkpointer:
@@ -264,7 +272,7 @@ class Checkpointer:
         if self._line.may_save(step, replace=replace):
             return True
         why = "it is saved already; replace=True replaces it"
-        self._tell({"kind": "save_skipped", "step": step, "why": why})
+        self._tell(SaveSkippedMetric(step, why))
         return False
 
     @property
@@ -284,10 +292,10 @@ class Checkpointer:
                 " with the ranks: a job of `hpcrun train` or `hpcrun submit` with checkpoint.memory has both"
             )
 
-    def _tell(self, record: dict[str, Any]) -> None:
+    def _tell(self, metric: Metric) -> None:
         if self._on_record is not None:
-            self._on_record(record)
-        if record["kind"] in ("save_failed", "save_skipped", "save_unchanged"):
-            what = record["kind"].removeprefix("save_")
-            level = f" ({record['level']})" if "level" in record else ""
-            write_stderr_line(f"the save of step {record['step']} is {what}{level}: {record['why']}")
+            self._on_record(metric_as_json(metric))
+        if isinstance(metric, SaveFailedMetric | SaveSkippedMetric | SaveUnchangedMetric):
+            outcome = metric_kind(metric).removeprefix("save_")
+            level = f" ({metric.level})" if isinstance(metric, SaveFailedMetric) else ""
+            write_stderr_line(f"the save of step {metric.step} is {outcome}{level}: {metric.why}")

@@ -52,6 +52,7 @@ from hpcrun.runtime.stderr_notes import write_stderr_line
 from hpcrun.runtime.storage_wait import wait_for_storage
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.descent import descent_after
+from hpcrun.specs.metrics import Metric, SaveStalledMetric
 from hpcrun.specs.saves import (
     SavedCheckpoint,
     UnreadableCheckpoint,
@@ -108,7 +109,7 @@ class DirectCheckpointer:
         self._damaged: dict[Path, _RestoreProblem] = {}
         self._opened: dict[Path, GenerationReader] = {}
         self._mount, self._step = find_mount(checkpoints).words, 0
-        self.tell: Callable[[dict[str, Any]], None] | None = None
+        self.tell: Callable[[Metric], None] | None = None
         """Takes, on rank 0, lines for metrics.jsonl."""
         self.is_partly_filled = False
         """Whether a load has begun to fill the state and has not finished."""
@@ -131,9 +132,7 @@ class DirectCheckpointer:
         why = f"{where} waits for {path}: no answer for {seconds:.0f} s"
         write_stderr_line(why)
         if self._control.rank == 0 and self.tell is not None:
-            step = self._step
-            record = {"kind": "save_stalled", "step": step, "level": "durable", "seconds": seconds}
-            self.tell(record | {"why": why})
+            self.tell(SaveStalledMetric(self._step, "durable", seconds, why))
 
     def save(
         self,

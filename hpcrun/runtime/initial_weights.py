@@ -10,12 +10,14 @@ from hpcrun.errors import UsageError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.hf_weights import HFWeights
 from hpcrun.specs.base_model import keep_base_model
+from hpcrun.specs.metrics import WeightsMetric
 from hpcrun.specs.model import ModelSpec
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sha256sums import check_sha256sums
+from hpcrun.typed_json import parse_typed
 
 
-def adopt_initial_weights(spec: ModelSpec, run: RunDir, control: Control, kept: str) -> dict[str, Any]:
+def adopt_initial_weights(spec: ModelSpec, run: RunDir, control: Control, kept: str) -> WeightsMetric:
     """Hold the files of `model.weights` against hashes beside them, all ranks together, and keep its others.
 
     Gives what there is to say: where they are from, their types, and what config.json and tensors disagree
@@ -37,6 +39,7 @@ def adopt_initial_weights(spec: ModelSpec, run: RunDir, control: Control, kept: 
         with keep_base_model(directory, run.path, weights.layout.torch_types()) as carried:
             counts = Counter(weights.layout.torch_types().values())
             return {
+                "step": 0,
                 "source": str(directory),
                 "dtypes": dict(counts),
                 "kept": kept,
@@ -47,5 +50,4 @@ def adopt_initial_weights(spec: ModelSpec, run: RunDir, control: Control, kept: 
                 "notes": weights.notes(spec),
             }
 
-    told: dict[str, Any] = control.everywhere(keep)
-    return told
+    return parse_typed(WeightsMetric, control.everywhere(keep))

@@ -29,6 +29,16 @@ from hpcrun.runtime.sharded_model import ShardedModel, sum_over_ranks
 from hpcrun.runtime.speed_probe import SpeedProbe
 from hpcrun.runtime.worker_endpoint import find_worker
 from hpcrun.specs.job import JobSpec
+from hpcrun.specs.metrics import (
+    EvalMetric,
+    Metric,
+    MetricRecord,
+    RestoreMetric,
+    SaveIntervalMetric,
+    SaveMetric,
+    StartMetric,
+    StepMetric,
+)
 from hpcrun.specs.plan import Plan
 from hpcrun.specs.records import JsonLineWriter
 from hpcrun.specs.rundir import Attempt
@@ -71,7 +81,7 @@ class Trainer:
             self._async_checkpointer = AsyncCheckpointer(spec, self._checkpoints, control, home, self._tell)
         is_auto = spec.every == "auto" and control.rank == 0
         self._auto = AutoInterval(len(control.nodes), time.monotonic()) if is_auto else None
-        self._deferred_records: list[dict[str, Any]] | None = None
+        self._deferred_metrics: list[Metric] | None = None
         self._attempt, self._files = attempt.number, attempt
         self._metrics = JsonLineWriter(attempt.run.metrics) if control.rank == 0 else None
         self._speed = SpeedProbe(device)
@@ -93,8 +103,8 @@ class Trainer:
         self._first_step = start + 1
         steps, every = self._job.train.steps, self._job.train.eval.every
         result: dict[str, Any] = {"status": "done", "first_step": start + 1, "step": start}
-        device = {"device": str(self._device.torch_device), "device_name": self._device.name}
-        self._write({"kind": "start", "step": start, **device, "reason": self._device.reason})
+        device = self._device
+        self._write(StartMetric(start, str(device.torch_device), device.name, device.reason))
         if start == 0:
             result["eval_loss_before"], _ = self._evaluate(0)
         self._profiler.step(start)
@@ -153,15 +163,15 @@ class Trainer:
             if model is not None and model.weights is not None:
                 kept = self._job.train.kept_dtype
                 found = adopt_initial_weights(model, self._files.run, self._control, kept)
-                self._write({"kind": "weights", "step": 0, **found})
+                self._write(found)
             return 0, 0
         optimizer.loaded(restored.step)
         # What came out of memory alone is yet to be saved for good.
         self._saved_step = restored.step if restored.saved is not None else 0
         if self._async_checkpointer is not None:
             self._async_checkpointer.record_restored(restored.generation)
-        told = {"passed_over": restored.passed_over, "lost_steps": restored.lost_steps}
-        self._write({"kind": "restore", "step": restored.step, "seconds": time.monotonic() - begin, **told})
+        passed_over, seconds = tuple(restored.passed_over), time.monotonic() - begin
+        self._write(RestoreMetric(restored.step, seconds, passed_over, restored.lost_steps))
         return restored.step, restored.position
 
     def _save(self, step: int, position: int, *, ends: bool, asked: bool) -> None:
@@ -175,7 +185,7 @@ class Trainer:
         begin, state = time.monotonic(), self._model.optimizer.state()
         if self._async_checkpointer is None:
             self._checkpoints.save(step, position, state)
-            self._write({"kind": "save", "step": step, "seconds": time.monotonic() - begin})
+            self._write(SaveMetric(step, time.monotonic() - begin))
         elif ends:
             self._async_checkpointer.save_durably(step, position, state)
         elif not self._async_checkpointer.save(step, position, state, lasting=asked):
@@ -188,12 +198,12 @@ class Trainer:
             self._async_checkpointer.settle("durable")
             self._async_checkpointer.close()
 
-    def _tell(self, record: dict[str, Any]) -> None:
+    def _tell(self, metric: Metric) -> None:
         """Write a line; one that comes up within a step after that step's own, which has its time in it."""
-        if self._deferred_records is None:
-            self._write(record)
+        if self._deferred_metrics is None:
+            self._write(metric)
         else:
-            self._deferred_records.append(record)
+            self._deferred_metrics.append(metric)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
@@ -207,7 +217,7 @@ class Trainer:
         progress(step, "compile" if compiles else "step")
         self._speed.step(step)
         begin = time.perf_counter()
-        self._clock, self._deferred_records = {}, []
+        self._clock, self._deferred_metrics = {}, []
         with self._timed("data"):
             inputs, targets = next(batches)
         with self._timed("forward_backward"):
@@ -230,35 +240,34 @@ class Trainer:
             agreed = asked()
         self._profiler.step(step)
         self._record_step(step, loss, norm, lr, time.perf_counter() - begin)
-        held_back, self._deferred_records = self._deferred_records, None
-        for record in held_back:
-            self._write(record)
+        deferred, self._deferred_metrics = self._deferred_metrics, None
+        for metric in deferred:
+            self._write(metric)
         return loss, agreed
 
     def _record_step(self, step: int, loss: float, norm: float, lr: float, seconds: float) -> None:
         tokens_per_s = self._plan.gbs * self._plan.seq_len / seconds
         self._write(
-            {
-                "kind": "step",
-                "step": step,
-                "loss": loss,
-                "grad_norm": norm,
-                "lr": lr,
-                "tokens_per_s": tokens_per_s,
-                "step_time_s": seconds,
-                "time_s": self._clock,
-                "mfu": self._flops_per_token * tokens_per_s / self._peak if self._peak else None,
-                "peak_memory_bytes": self._device.peak_memory_bytes(),
-            }
+            StepMetric(
+                step,
+                loss=loss,
+                grad_norm=norm,
+                lr=lr,
+                tokens_per_s=tokens_per_s,
+                step_time_s=seconds,
+                time_s=self._clock,
+                mfu=self._flops_per_token * tokens_per_s / self._peak if self._peak else None,
+                peak_memory_bytes=self._device.peak_memory_bytes(),
+            )
         )
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, metric: Metric) -> None:
         if self._metrics is not None:
-            self._metrics.write({"attempt": self._attempt, "time": time.time(), **record})
+            self._metrics.write(MetricRecord(self._attempt, time.time(), metric).as_json())
         if self._observer is not None:
-            self._observer.step(record)
-        if self._auto is not None and (chosen := self._auto.take(record)) is not None:
-            self._write({"kind": "save_interval", "step": record["step"], **asdict(chosen)})
+            self._observer.step(metric)
+        if self._auto is not None and (chosen := self._auto.take(metric)) is not None:
+            self._write(SaveIntervalMetric(metric.step, **asdict(chosen)))
 
     def _report_not_a_number(
         self, step: int, loss: float, norm: float, share: Tensor, squares: Tensor
@@ -302,15 +311,8 @@ class Trainer:
         assert isinstance(total, Tensor)
         (loss,) = sum_over_ranks([total / rounds], self._device.torch_device)
         seconds = time.perf_counter() - begin
-        self._write(
-            {
-                "kind": "eval",
-                "step": step,
-                "eval_loss": loss,
-                "sequences": rounds * plan.gbs,
-                "seconds": seconds,
-            }
-        )
+        finite_loss = loss if math.isfinite(loss) else None
+        self._write(EvalMetric(step, finite_loss, rounds * plan.gbs, seconds))
         return loss, asked
 
     def _eval_batches(self, sequences: int, vocab: int) -> Iterator[Batch]:

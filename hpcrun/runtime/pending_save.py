@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hpcrun.checkpoint.commit import locate_draft
 from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId
 from hpcrun.runtime.storage_wait import BackgroundPoll
 from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.metrics import FlushMetric, Metric
 
 SAVE_WINDOW = 24
 """Of so many saves ranks speak with one another."""
-MetricWriter = Callable[[dict[str, Any]], None]
+MetricWriter = Callable[[Metric], None]
 """Takes a line for metrics.jsonl."""
 _REPORT_EVERY_S = 2.0
 
@@ -162,14 +162,13 @@ class SaveProgressReporter:
             return
         self._said_at = now
         self._tell(
-            {
-                "kind": "draining",
-                "step": flight.stamp.step,
-                "levels": list(flight.pending_levels),
-                "bytes": flight.size_bytes,
-                "done_bytes": self._bytes.latest(flight) if "durable" in flight.pending_levels else None,
-                "seconds": now - flight.begun,
-            }
+            FlushMetric(
+                flight.stamp.step,
+                tuple(flight.pending_levels),
+                flight.size_bytes,
+                done_bytes=self._bytes.latest(flight) if "durable" in flight.pending_levels else None,
+                seconds=now - flight.begun,
+            )
         )
 
     def _written(self, flight: PendingSave) -> int:

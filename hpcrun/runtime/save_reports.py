@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.pending_save import MetricWriter
+from hpcrun.specs.metrics import (
+    Metric,
+    SaveFailedMetric,
+    SaveStalledMetric,
+    metric_as_json,
+    parse_unstamped_metric,
+)
 
 
 class SaveReports:
@@ -15,7 +20,7 @@ class SaveReports:
         self.local_ranks = list[int]()
         """Of this node: they all hear the same from its worker, and the first one passes it on."""
         self._control, self._tell = control, tell
-        self._unreported: list[dict[str, Any]] = []
+        self._unreported: list[SaveFailedMetric | SaveStalledMetric] = []
         self._reported: set[tuple[int, str]] = set()
 
     @property
@@ -28,26 +33,27 @@ class SaveReports:
         """Whether this is the rank that passes on what all of its node hear."""
         return self._control.rank == self.local_ranks[0]
 
-    def record(self, record: dict[str, Any]) -> None:
+    def record(self, metric: Metric) -> None:
         """Write a line that every rank has; rank 0 does."""
         if self._control.rank == 0:
-            self._tell(record)
+            self._tell(metric)
 
     def fail(self, step: int, level: str, why: str) -> None:
         """A save does not reach a level, by what this rank knows."""
-        self._report({"kind": "save_failed", "step": step, "level": level, "why": self._place + why})
+        self._report(SaveFailedMetric(step, level, self._place + why))
 
-    def stall(self, step: int, level: str, seconds: object, why: str) -> None:
+    def stall(self, step: int, level: str, seconds: float, why: str) -> None:
         """A save has waited long for something."""
-        told = {"step": step, "level": level, "seconds": seconds, "why": self._place + why}
-        self._report({"kind": "save_stalled", **told})
+        self._report(SaveStalledMetric(step, level, seconds, self._place + why))
 
     def exchange(self) -> None:
         """Bring to rank 0 what ranks have not reported; all of them call it."""
         unreported, self._unreported = self._unreported, []
-        for rank in self._control.allgather(unreported):
-            for record in rank:
-                self._record_once(record)
+        for rank in self._control.allgather([metric_as_json(metric) for metric in unreported]):
+            for values in rank:
+                metric = parse_unstamped_metric(values, {})
+                if isinstance(metric, SaveFailedMetric | SaveStalledMetric):
+                    self._record_once(metric)
 
     def clear(self) -> None:
         """Forget what was not reported."""
@@ -57,16 +63,16 @@ class SaveReports:
     def _place(self) -> str:
         return f"rank {self._control.rank} on {self._control.node}: "
 
-    def _report(self, record: dict[str, Any]) -> None:
+    def _report(self, metric: SaveFailedMetric | SaveStalledMetric) -> None:
         if self._control.rank == 0:
-            self._record_once(record)
-        elif record["kind"] == "save_failed" or self.is_speaker:
-            self._unreported.append(record)
+            self._record_once(metric)
+        elif isinstance(metric, SaveFailedMetric) or self.is_speaker:
+            self._unreported.append(metric)
 
-    def _record_once(self, record: dict[str, Any]) -> None:
+    def _record_once(self, metric: SaveFailedMetric | SaveStalledMetric) -> None:
         """On rank 0, once for a save and a level: many ranks may have seen it fail."""
-        which = (record["step"], record["level"])
-        is_failure = record["kind"] == "save_failed"
-        if self._control.rank == 0 and not (is_failure and which in self._reported):
-            self._reported.update([which] if is_failure else [])
-            self._tell(record)
+        failure = (metric.step, metric.level)
+        is_failure = isinstance(metric, SaveFailedMetric)
+        if self._control.rank == 0 and not (is_failure and failure in self._reported):
+            self._reported.update([failure] if is_failure else [])
+            self._tell(metric)

@@ -175,15 +175,3 @@ def _require_object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise WrongValue(f"expected an object, not {str(value)[:60]}")
     return value
-
-
-def newest_step_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of steps in order, without evaluations; where attempts overlap, the newest one's stands."""
-    by_step: dict[int, dict[str, Any]] = {}
-    for record in records:
-        step = record.get("step")
-        if isinstance(step, int) and record.get("kind", "step") == "step":
-            newest = by_step.get(step)
-            if newest is None or record.get("attempt", 0) >= newest.get("attempt", 0):
-                by_step[step] = record
-    return [by_step[step] for step in sorted(by_step)]

@@ -15,7 +15,8 @@ from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS
 from hpcrun.errors import HpcrunError
 from hpcrun.local_identity import expand_path
 from hpcrun.runs.timeline import is_valid_count
-from hpcrun.specs.records import JsonLineReader, write_json
+from hpcrun.specs.metrics import EvalMetric, Metric, MetricReader, SaveMetric, StepMetric, StoredMetric
+from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.secrets import read_secrets
 from hpcrun.telemetry.prometheus_exporter import read_final_state
@@ -27,81 +28,63 @@ _GIB = 2**30
 _PLOTTED_KINDS = ("step", "eval", "save", *(f"stored {level}" for level in CHECKPOINT_LEVELS))
 _WANDB_HOST = "api.wandb.ai"
 
-Record = Mapping[str, Any]
 
-
-def record_scalars(record: Record, ranks: int) -> dict[str, float]:
+def metric_scalars(metric: Metric, ranks: int) -> dict[str, float]:
     """The figures of a line of metrics.jsonl, by torchtitan's keys; speed is of one rank, as there."""
-    kind = record.get("kind", "step")
-    found: dict[str, float | None] = {}
-    if kind == "step":
-        parts = record.get("time_s")
-        data = parts.get("data") if isinstance(parts, dict) else None
-        seconds = _number(record.get("step_time_s"))
-        found = {
-            "loss_metrics/global_avg_loss": _number(record.get("loss")),
-            "grad_norm": _number(record.get("grad_norm")),
-            "lr": _number(record.get("lr")),
-            "throughput(tps)": _multiply(record.get("tokens_per_s"), 1 / max(1, ranks)),
-            "mfu(%)": _multiply(record.get("mfu"), 100),
-            "time_metrics/end_to_end(s)": seconds,
-            "time_metrics/data_loading(s)": _number(data),
-            "time_metrics/data_loading(%)": _multiply(data, 100 / seconds) if seconds else None,
-            # Of the tensors, as the device counts it; what its allocator keeps besides is not recorded.
-            "memory/max_allocated(GiB)": _multiply(record.get("peak_memory_bytes"), 1 / _GIB),
-        }
-    elif kind == "eval":
-        found = {"validation_metrics/loss": _number(record.get("eval_loss"))}
-    elif kind == "save":
-        found = {"time_metrics/checkpoint(s)": _number(record.get("seconds"))}
-    elif kind == "stored":
-        level = record.get("level")
-        found = {
-            f"checkpoint/{level}_flush(s)": _number(record.get("seconds")),
-            f"checkpoint/{level}_lag(s)": _number(record.get("lag_s")),
-        }
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _multiply(value: Any, factor: float) -> float | None:
-    number = _number(value)
-    return None if number is None else number * factor
+    figures: dict[str, float | None] = {}
+    match metric:
+        case StepMetric(step_time_s=seconds) as step:
+            data_s = step.time_s.get("data")
+            figures = {
+                "loss_metrics/global_avg_loss": step.loss,
+                "grad_norm": step.grad_norm,
+                "lr": step.lr,
+                "throughput(tps)": step.tokens_per_s / max(1, ranks),
+                "mfu(%)": None if step.mfu is None else step.mfu * 100,
+                "time_metrics/end_to_end(s)": seconds,
+                "time_metrics/data_loading(s)": data_s,
+                "time_metrics/data_loading(%)": 100 * data_s / seconds if seconds and data_s else None,
+                # Of the tensors, as the device counts it; what its allocator keeps besides is not recorded.
+                "memory/max_allocated(GiB)": step.peak_memory_bytes and step.peak_memory_bytes / _GIB,
+            }
+        case EvalMetric(eval_loss=loss):
+            figures = {"validation_metrics/loss": loss}
+        case SaveMetric(seconds=seconds):
+            figures = {"time_metrics/checkpoint(s)": seconds}
+        case StoredMetric() as stored:
+            figures = {
+                f"checkpoint/{stored.level}_flush(s)": stored.seconds,
+                f"checkpoint/{stored.level}_lag(s)": stored.lag_s,
+            }
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 class ScalarReader:
     """The figures of a run, a step at a time, no step twice and none after a later one.
 
-    Steps that a fault made be done again have been told; `state` is where another one goes on.
+    `state`: where an earlier reader stopped. Steps that a fault makes the run repeat are left out.
     """
 
     def __init__(self, run: RunDir, ranks: int, state: Mapping[str, Any]) -> None:
-        offset, told = state.get("metrics"), state.get("steps")
-        self._reader = JsonLineReader(run.metrics, offset if is_valid_count(offset) else 0)
-        known = told if isinstance(told, dict) else {}
+        offset, steps = state.get("metrics"), state.get("steps")
+        self._reader = MetricReader(run, offset if is_valid_count(offset) else 0)
+        steps = steps if isinstance(steps, dict) else {}
         self._steps = {
-            kind: known[kind] if is_valid_count(known.get(kind)) else -1 for kind in _PLOTTED_KINDS
+            kind: steps[kind] if is_valid_count(steps.get(kind)) else -1 for kind in _PLOTTED_KINDS
         }
         self._ranks = ranks
 
     def new(self) -> Iterator[tuple[int, float, dict[str, float]]]:
         """Step, wall time and figures of what came since the last call."""
-        while lines := self._reader.read(_PIECE_BYTES):
-            yield from self._of(lines)
-
-    def _of(self, lines: Iterable[Record]) -> Iterator[tuple[int, float, dict[str, float]]]:
-        for line in lines:
-            kind, step = str(line.get("kind", "step")), line.get("step")
-            if kind == "stored":
-                kind = f"stored {line.get('level')}"
-            if kind not in self._steps or not is_valid_count(step) or step <= self._steps[kind]:
-                continue
-            if figures := record_scalars(line, self._ranks):
-                self._steps[kind] = step
-                yield step, _number(line.get("time")) or 0.0, figures
+        while records := self._reader.read(_PIECE_BYTES):
+            for record in records:
+                metric, kind = record.metric, record.kind
+                if isinstance(metric, StoredMetric):
+                    kind = f"stored {metric.level}"
+                figures = metric_scalars(metric, self._ranks)
+                if figures and metric.step > self._steps.get(kind, metric.step):
+                    self._steps[kind] = metric.step
+                    yield metric.step, record.time, figures
 
     @property
     def state(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from hpcrun.specs.records import read_json, read_json_lines, write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from tests.launch.supervised import Recorder, Site
+from tests.metric_lines import metric_line
 
 ROOT = Path(__file__).parents[2]
 NODE = os.uname().nodename
@@ -365,7 +366,7 @@ def test_a_scenario_is_played_in_order_until_the_run_is_over(live: Live, tmp_pat
         records.append(record)
         if record["text"].startswith("leaves"):
             # The step is one that a run of ours would have written.
-            live.run.metrics.write_text('{"attempt": 1, "kind": "step", "step": 3}\n')
+            live.run.metrics.write_text(json.dumps(metric_line("step", 3)) + "\n")
 
     assert not ScenarioRun(live.run, notes.append, write).run_all(scenes)
     assert [(one["do"], one["phase"]) for one in records] == [

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.specs.records import newest_step_records, read_json, read_json_lines
+from hpcrun.specs.metrics import newest_steps, read_metrics
+from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 from tests.checkpoint.faults import Case, Told
 
@@ -30,8 +31,7 @@ _PACE_STEPS, _LIMIT_S = 20, 300.0
 
 
 def _losses(run: RunDir) -> list[Any]:
-    steps = [line for line in read_json_lines(run.metrics) if line["kind"] == "step"]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in newest_step_records(steps)]
+    return [(metric.step, metric.loss, metric.grad_norm) for metric in newest_steps(read_metrics(run))]
 
 
 Strike = Callable[[RunDir, Attempt], None]

@@ -9,6 +9,7 @@ from hpcrun.checkpoint.policy.auto_interval import (
     choose_interval,
 )
 from hpcrun.checkpoint.policy.interval import DEFAULT_OVERHEAD_BOUND
+from tests.metric_lines import metric
 
 
 def test_the_interval_follows_cost_and_failures_within_a_sane_range() -> None:
@@ -32,15 +33,15 @@ def test_the_first_save_is_early_and_shows_what_the_next_ones_cost() -> None:
     assert not auto.is_due(1000.0 + MIN_INTERVAL_S - 1)
     assert auto.is_due(1000.0 + MIN_INTERVAL_S)
     auto.saved(1300.0)
-    assert auto.take({"kind": "step", "step_time_s": 1.0}) is None
-    chosen = auto.take({"kind": "save", "step": 7, "seconds": 150.0})
+    assert auto.take(metric("step")) is None
+    chosen = auto.take(metric("save", 7, seconds=150.0))
     assert chosen is not None
     assert chosen.every_s == auto.every_s == 150.0 / DEFAULT_OVERHEAD_BOUND
     assert not auto.is_due(1300.0 + auto.every_s - 1)
     assert auto.is_due(1300.0 + auto.every_s)
     # What changes nothing is not worth a word; what is much longer under way is.
-    assert auto.take({"kind": "save", "step": 9, "seconds": 149.0}) is None
-    assert auto.take({"kind": "stored", "step": 9, "level": "local", "lag_s": 9000.0}) is None
-    chosen = auto.take({"kind": "stored", "step": 9, "level": "durable", "lag_s": 9000.0})
+    assert auto.take(metric("save", 9, seconds=149.0)) is None
+    assert auto.take(metric("stored", 9, level="local", lag_s=9000.0)) is None
+    chosen = auto.take(metric("stored", 9, level="durable", lag_s=9000.0))
     assert chosen is not None
     assert chosen.every_s == 9000.0

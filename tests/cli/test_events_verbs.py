@@ -21,6 +21,7 @@ from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from tests.event_lines import event_line
+from tests.metric_lines import metric_line
 
 Capture = pytest.CaptureFixture[str]
 T0 = 1_700_000_000.0
@@ -62,9 +63,9 @@ def run(runs_root: Path) -> RunDir:
         at(18, 2, event="result", status="done"),
         at(20, 2, event="exit", status="done", exit_code=0, message="done at step 4"),
         metrics=(
-            *(at(4 + step, 1, kind="step", step=step, step_time_s=1.0, loss=2.0) for step in (1, 2, 3)),
-            at(14, 2, kind="start", step=2),
-            *(at(13 + step, 2, kind="step", step=step, step_time_s=1.0, loss=2.0) for step in (3, 4)),
+            *(metric_line("step", step, time=T0 + 4 + step) for step in (1, 2, 3)),
+            metric_line("start", 2, attempt=2, time=T0 + 14),
+            *(metric_line("step", step, attempt=2, time=T0 + 13 + step) for step in (3, 4)),
         ),
     )
     record = {"status": "done", "exit_code": 0, "message": "done at step 4", "attempt": 2, "step": 4}
@@ -78,7 +79,7 @@ def live(runs_root: Path) -> Iterator[RunDir]:
     """A run whose stand-in of a supervisor saves at USR1, and writes its end and leaves at TERM."""
     run = create_run("live")
     run.spec.write_text("name: live\n")
-    saved = json.dumps(at(1, 1, kind="save", step=7, seconds=0.5))
+    saved = json.dumps(metric_line("save", 7, time=T0 + 1))
     ended = json.dumps({"status": "saved", "exit_code": 75, "message": "saved at step 8", "attempt": 1})
     code = (
         "import os, signal, sys\n"

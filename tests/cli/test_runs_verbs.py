@@ -17,6 +17,7 @@ from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenan
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
+from tests.metric_lines import metric_line
 
 Capture = pytest.CaptureFixture[str]
 
@@ -65,7 +66,7 @@ def origin(name: str, *submissions: SubmissionRecord) -> Provenance:
 
 
 def write_metrics(run: RunDir, *records: dict[str, Any]) -> None:
-    run.metrics.write_text("".join(json.dumps({"attempt": 1, **record}) + "\n" for record in records))
+    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def status_of(run: RunDir, capsys: Capture) -> dict[str, Any]:
@@ -140,13 +141,13 @@ def test_a_pid_that_another_process_has_now_is_no_supervisor(capsys: Capture) ->
 
 def test_progress_is_that_of_the_last_lines(capsys: Capture) -> None:
     run = make_run("r", pid=os.getpid())
-    filler = [{"step": 9, "loss": 9.0, "filler": "x" * 1000}] * 100
+    filler = [metric_line("step", 9, loss=9.0, filler="x" * 1000)] * 100
     write_metrics(
         run,
         *filler,
-        {"kind": "step", "step": 3, "loss": 1.5},
-        {"kind": "eval", "step": 3, "eval_loss": 1.25},
-        {"kind": "save", "step": 3},
+        metric_line("step", 3, loss=1.5),
+        metric_line("eval", 3, eval_loss=1.25),
+        metric_line("save", 3),
     )
     with run.metrics.open("a") as file:
         file.write('{"step": 4, "lo')
@@ -162,7 +163,7 @@ def test_the_list_has_every_run_even_a_damaged_one(gone: int, runs_root: Path, c
     assert call("list") == 0
     assert capsys.readouterr().out == f"no runs under {runs_root}\n"
     first = make_run("first", pid=gone, ended={"status": "done"})
-    write_metrics(first, {"step": 4, "loss": 1.25})
+    write_metrics(first, metric_line("step", 4, loss=1.25))
     os.utime(first.spec, (1, 1))
     second = make_run("second")
     second.job.write_text('{"pid": ')
@@ -441,7 +442,7 @@ def test_a_sweep_is_a_table_of_results(gone: int, capsys: Capture) -> None:
         element.path.mkdir(parents=True)
         element.spec.write_text("name: s\n")
         element.attempt(1).create().log(0).write_text(f"element {number}\n")
-        write_metrics(element, {"step": 4, "loss": 1.25}, {"kind": "eval", "step": 4, "eval_loss": 1.5})
+        write_metrics(element, metric_line("step", 4, loss=1.25), metric_line("eval", 4, eval_loss=1.5))
         code = 0 if status == "done" else 5
         write_json(
             element.exit,

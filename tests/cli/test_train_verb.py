@@ -17,6 +17,8 @@ from hpcrun import __version__
 from hpcrun.cli.display import format_short_duration, format_short_number, format_step, make_display
 from hpcrun.cli.main import main
 from hpcrun.launch.signal_queue import unblock_signals
+from hpcrun.specs.metrics import StepMetric
+from tests.metric_lines import metric
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +32,7 @@ def main(run_dir, number, requests):
     from hpcrun.errors import NotANumberError
     from hpcrun.launch import rank_shim
     from hpcrun.launcher_world import detect_world
+    from hpcrun.specs.metrics import MetricRecord, StepMetric
     from hpcrun.specs.records import JsonLineWriter, write_json
     from hpcrun.specs.rundir import RunDir
     attempt, world = RunDir(Path(run_dir)).attempt(number), detect_world(os.environ)
@@ -49,7 +52,8 @@ def main(run_dir, number, requests):
         requests.has_begun()
         if world.rank == 0:
             writer = JsonLineWriter(attempt.run.metrics)
-            writer.write({"attempt": number, "kind": "step", "step": step, "loss": 5 - step / 50})
+            metric = StepMetric(step, 5 - step / 50, 0.5, 1e-3, 1e3, 0.1, {}, None, None)
+            writer.write(MetricRecord(number, time.time(), metric).as_json())
             writer.close()
         while mode == "wait" and step == 2 and not requests.stop:
             time.sleep(0.01)
@@ -290,8 +294,10 @@ def test_a_reader_that_has_seen_enough_is_no_error(job: Path) -> None:
     assert child.wait() == 0
 
 
-def step(number: int, **more: Any) -> dict[str, Any]:
-    return {"kind": "step", "step": number, "loss": 2.0, "step_time_s": 0.5, **more}
+def step(number: int, **fields: Any) -> StepMetric:
+    made = metric("step", number, loss=2.0, step_time_s=0.5, **fields)
+    assert isinstance(made, StepMetric)
+    return made
 
 
 def test_elsewhere_than_on_a_terminal_the_run_is_a_few_lines() -> None:
@@ -300,8 +306,8 @@ def test_elsewhere_than_on_a_terminal_the_run_is_a_few_lines() -> None:
     display.ranks_ready(1, 2.0)
     for number in range(1, 1001):
         display.step(step(number, tokens_per_s=123_456.0))
-    display.step({"kind": "save", "step": 1000, "seconds": 1.25})
-    display.step({"kind": "eval", "step": 1000, "eval_loss": 1.5})
+    display.step(metric("save", 1000, seconds=1.25))
+    display.step(metric("eval", 1000, eval_loss=1.5))
     lines = stream.getvalue().splitlines()
     assert lines[0] == "hpcrun: 1 rank ready after 2.0 s"
     assert "hpcrun: step 1000/1000  loss 2.0000  123k tokens/s  0.5 s a step" in lines
@@ -359,5 +365,5 @@ def test_figures_are_short() -> None:
         "3 h 10 m",
         "2 d 4 h",
     ]
-    assert format_step(step(2, mfu=0.412), 100) == "loss 2.0000  mfu 41.2%  49 s left"
-    assert format_step({}, 10) == ""
+    assert format_step(step(2, mfu=0.412), 100) == "loss 2.0000  1k tokens/s  mfu 41.2%  49 s left"
+    assert format_step(step(9), 10) == "loss 2.0000  1k tokens/s  0.5 s a step"

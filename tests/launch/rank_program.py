@@ -12,6 +12,7 @@ from hpcrun.launch import rank_shim
 from hpcrun.launch.watch.progress import progress
 from hpcrun.launcher_world import detect_world
 from hpcrun.specs import rank_error
+from hpcrun.specs.metrics import MetricRecord, StepMetric
 from hpcrun.specs.records import JsonLineWriter, write_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
@@ -48,7 +49,8 @@ def main(mode: str, run_dir: str, number: str) -> None:
         if rank == 0:
             metrics = JsonLineWriter(attempt.run.metrics)
             for step in (1, 2, 3):
-                metrics.write({"attempt": attempt.number, "kind": "step", "step": step, "loss": 3.0 - step})
+                metric = StepMetric(step, 3.0 - step, 0.5, 1e-3, 1e3, 0.1, {}, None, None)
+                metrics.write(MetricRecord(attempt.number, time.time(), metric).as_json())
             metrics.close()
         result("done", 3)
     elif mode == "crash-after-result":

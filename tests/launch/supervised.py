@@ -15,6 +15,7 @@ from hpcrun.launch.attempt_monitor import AttemptLimits, AttemptOutcome
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.shm_segments import mpi_segments, unmapped_segments
+from hpcrun.specs.metrics import Metric
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
 
@@ -37,7 +38,7 @@ class Recorder:
     on_ready: Callable[[], None] = lambda: None
     on_note: Callable[[str], None] = lambda text: None
     notes: list[str] = field(default_factory=list)
-    steps: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[Metric] = field(default_factory=list)
     ready: int = 0
     outcome: AttemptOutcome | None = None
 
@@ -49,8 +50,8 @@ class Recorder:
         self.ready = ranks
         self.on_ready()
 
-    def step(self, record: dict[str, Any]) -> None:
-        self.steps.append(record)
+    def step(self, metric: Metric) -> None:
+        self.steps.append(metric)
 
     def finished(self, outcome: AttemptOutcome) -> None:
         self.outcome = outcome

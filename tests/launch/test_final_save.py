@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 
@@ -29,44 +27,43 @@ from hpcrun.launch.recovery import restart_cause
 from hpcrun.launch.run_context import RunContext
 from hpcrun.slurm.allocation import Allocation, JobDisposition
 from hpcrun.specs.load import load_job
+from hpcrun.specs.metrics import MetricRecord
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_lookup import create_run
+from tests.metric_lines import metric_line, metric_record
 
 
-def pace_of(*lines: Mapping[str, object]) -> SaveDurations:
+def pace_of(*records: MetricRecord) -> SaveDurations:
     pace = SaveDurations()
-    pace.take_all(lines)
+    pace.take(records)
     return pace
 
 
 def test_how_long_a_save_takes_is_until_it_is_durable() -> None:
-    step = {"step": 1, "step_time_s": 2.0}
+    step = metric_record("step", step_time_s=2.0)
     assert pace_of(step).lead_s == 0.0, "nothing was saved yet"
-    waited = pace_of(step, {"kind": "save", "seconds": 100.0}, {"kind": "save", "seconds": 80.0})
+    waited = pace_of(step, metric_record("save", seconds=100.0), metric_record("save", seconds=80.0))
     assert waited.lead_s == 1.5 * 100 + 2
     behind = pace_of(
         step,
-        {"kind": "save", "level": "memory", "seconds": 0.5},
-        {"kind": "stored", "level": "parity", "seconds": 3.0, "lag_s": 4.0},
-        {"kind": "stored", "level": "durable", "seconds": 200.0, "lag_s": 220.0},
-        {"kind": "stored", "level": "durable", "lag_s": "long"},
-        {"kind": "stored", "level": "attic", "lag_s": 1e5},
+        metric_record("save", level="memory", seconds=0.5),
+        metric_record("stored", level="parity", seconds=3.0, lag_s=4.0),
+        metric_record("stored", level="durable", seconds=200.0, lag_s=220.0),
+        metric_record("stored", level="attic", lag_s=1e5),
     )
     assert behind.save_times_s() == {"memory": 2.75, "parity": 8.0, "durable": 332.0}
     assert behind.lead_s == 332.0
 
 
 def test_what_a_worker_rested_does_not_count() -> None:
-    stored = {"kind": "stored", "level": "durable", "lag_s": 100.0}
-    assert pace_of(stored | {"facts": {"rested_s": 80.0}}).lead_s == 30.0
-    senseless: list[Any] = [None, [], {}, {"rested_s": "long"}, {"rested_s": 101.0}, {"rested_s": -1.0}]
-    for facts in senseless:
-        assert pace_of(stored | {"facts": facts}).lead_s == 150.0
+    assert pace_of(metric_record("stored", lag_s=100.0, rested_s=80.0)).lead_s == 30.0
+    assert pace_of(metric_record("stored", lag_s=100.0, rested_s=101.0)).lead_s == 0.0
+    assert pace_of(metric_record("stored", lag_s=100.0)).lead_s == 150.0
 
 
 def test_only_the_newest_saves_count() -> None:
-    slow = [{"kind": "save", "seconds": 500.0}]
-    assert pace_of(*slow, *([{"kind": "save", "seconds": 10.0}] * 8)).lead_s == 15.0
+    slow = metric_record("save", seconds=500.0)
+    assert pace_of(slow, *([metric_record("save", seconds=10.0)] * 8)).lead_s == 15.0
 
 
 def test_the_deepest_level_that_fits() -> None:
@@ -86,10 +83,10 @@ def test_it_is_called_when_the_signal_would_come_too_late() -> None:
         return left - now
 
     call = FinalSaveTimer(120.0, seconds_left, lambda: now)
-    call.pace.take({"kind": "save", "seconds": 60.0})
+    call.pace.take([metric_record("save", seconds=60.0)])
     assert call.why_due() is None
     assert asked == 0, "for a save that fits into the grace nobody asks Slurm"
-    call.pace.take({"kind": "save", "seconds": 200.0})
+    call.pace.take([metric_record("save", seconds=200.0)])
     while now < 700:
         assert call.why_due() is None
         now += 5
@@ -104,7 +101,7 @@ def test_a_limit_that_is_not_known_or_is_raised() -> None:
     lefts = iter([None, 1000.0, 100_000.0])
     now = 0.0
     call = FinalSaveTimer(60.0, lambda: next(lefts), lambda: now)
-    call.pace.take({"kind": "save", "seconds": 100.0})
+    call.pace.take([metric_record("save", seconds=100.0)])
     assert call.why_due() is None
     now = 300.0
     assert call.why_due() is None
@@ -131,7 +128,7 @@ def test_the_supervisor_gets_the_signal_by_itself(
     takes: float, runs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, spec = create_run("late"), load_job(None, command=["true"], overrides=["retry.grace=2m"]).spec
-    run.metrics.write_text(json.dumps({"kind": "save", "step": 1, "seconds": takes}) + "\n")
+    run.metrics.write_text(json.dumps(metric_line("save", 1, seconds=takes)) + "\n")
     heard, notes, looked = threading.Event(), list[str](), threading.Event()
 
     def hear(number: int, frame: FrameType | None) -> None:
@@ -164,7 +161,7 @@ def test_an_early_save_is_still_one_for_the_time_limit(runs_root: Path) -> None:
 
 def test_a_job_that_saved_early_is_queued_again_for_its_time_limit(runs_root: Path) -> None:
     run, spec = create_run("early"), load_job(None, command=["true"], overrides=["retry.grace=2m"]).spec
-    run.metrics.write_text(json.dumps({"kind": "save", "step": 5, "seconds": 500.0}) + "\n")
+    run.metrics.write_text(json.dumps(metric_line("save", 5, seconds=500.0)) + "\n")
     outcome = AttemptOutcome(run, run.next_attempt().number, "saved", 75, "saved", 5, stop=signal.SIGUSR2)
     site = RunContext(_Ending(1, ("n01",), "1", is_batch=True, left_s=600.0))
     OutcomeRecorder(spec, site, lambda text: None, lambda: None).close(outcome, 5)

@@ -16,9 +16,11 @@ from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch import admission, supervisor
 from hpcrun.launch.attempt_monitor import AttemptLimits
+from hpcrun.specs.metrics import Metric, SaveMetric
 from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.launch.supervised import LIMITS, PROGRAM, Recorder, Site, send
+from tests.metric_lines import metric_line
 
 NODE = os.uname().nodename
 
@@ -47,7 +49,7 @@ def test_a_run_that_goes_well(site: Site) -> None:
     assert read_json(run.attempt(1).plan)["dp_replicate"] == 3
     assert "dp_replicate: 3" in run.spec.read_text()
     assert observer.ready == 3
-    assert [record["step"] for record in observer.steps] == [1, 2, 3]
+    assert [metric.step for metric in observer.steps] == [1, 2, 3]
     assert observer.outcome == outcome
     for rank, record in ranks_of(run).items():
         assert record["node"] == NODE
@@ -215,16 +217,16 @@ def test_ranks_that_do_not_stop_are_ended_and_that_is_said(site: Site) -> None:
 
 def test_ranks_get_as_long_to_stop_as_their_saves_took(site: Site) -> None:
     def save() -> None:
-        line = {"attempt": 1, "time": time.time(), "kind": "save", "step": 1, "seconds": 0.8}
+        line = metric_line("save", 1, time=time.time(), seconds=0.8)
         with site.only_run.metrics.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
     observer = Recorder(on_ready=save)
     observer_step = observer.step
 
-    def step(record: dict[str, Any]) -> None:
-        observer_step(record)
-        if record.get("kind") == "save":
+    def step(metric: Metric) -> None:
+        observer_step(metric)
+        if isinstance(metric, SaveMetric):
             send(signal.SIGTERM)()
 
     observer.step = step  # type: ignore[method-assign]

@@ -16,11 +16,13 @@ from hpcrun.runs.checkpoint_stats import CheckpointStats, parse_checkpoint_stats
 from hpcrun.runs.describe import describe_run
 from hpcrun.runs.event_text import format_events
 from hpcrun.runs.timeline import build_timelines
+from hpcrun.specs.metrics import parse_metric
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
 from hpcrun.telemetry.run_counters import RunCounters, RunCountersReader
-from hpcrun.telemetry.trackers import ScalarReader, record_scalars
+from hpcrun.telemetry.trackers import ScalarReader, metric_scalars
+from tests.metric_lines import metric
 from tests.runs.test_ledger import Run
 
 GB = 10**9
@@ -33,15 +35,15 @@ def leveled() -> Run:
     run.steps(1, 5)
     run.passes("checkpoint", 0.25)
     run.steps(6, 6, seconds=1.5)
-    run.line("save", 5, level="memory", seconds=0.75, copy_s=1.2, fence_wait_s=0.5, bytes=8 * GB)
+    run.line("save", 5, level="memory", seconds=0.75, copy_s=1.2, fence_wait_s=0.5, size_bytes=8 * GB)
     run.steps(7, 7)
-    run.line("stored", 5, level="parity", seconds=1.0, bytes=2 * GB, lag_s=2.0, facts={"stored_bytes": GB})
+    run.line("stored", 5, level="parity", seconds=1.0, size_bytes=2 * GB, lag_s=2.0, stored_bytes=GB)
     run.steps(8, 8)
-    run.line("draining", 5, levels=["durable"], bytes=8 * GB, seconds=2.5)
-    run.line("stored", 5, level="durable", seconds=2.0, bytes=2 * GB, lag_s=3.5)
+    run.line("flush", 5, levels=["durable"], size_bytes=8 * GB, seconds=2.5)
+    run.line("stored", 5, level="durable", seconds=2.0, size_bytes=2 * GB, lag_s=3.5)
     run.steps(9, 10)
     run.passes("checkpoint", 0.25)
-    run.line("save", 10, level="memory", seconds=0.25, copy_s=0.2, fence_wait_s=0.0, bytes=8 * GB)
+    run.line("save", 10, level="memory", seconds=0.25, copy_s=0.2, fence_wait_s=0.0, size_bytes=8 * GB)
     run.line("save_failed", 10, level="durable", why="rank 0 on n01: no space left")
     run.steps(11, 12)
     return run
@@ -103,7 +105,7 @@ def test_odd_lines_change_nothing() -> None:
     found = CheckpointStats().take_all(
         [
             {"kind": "stored", "step": 1, "level": "attic", "seconds": 1.0},
-            {"kind": "stored", "step": 1, "level": "parity", "seconds": "x", "bytes": -4, "facts": "none"},
+            {"kind": "stored", "step": 1, "level": "parity", "seconds": "x", "size_bytes": -4},
             {"kind": "save", "step": 1, "seconds": True},
             {},
         ]
@@ -181,7 +183,7 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
     display = LineDisplay(12, stream)
     for line in leveled().metrics:
         if line["kind"] not in ("step", "start"):
-            display.step(line)
+            display.step(parse_metric(line).metric)
     assert stream.getvalue().splitlines() == [
         "hpcrun: step 5: 8.00 GB on their way to durable after 2.5 s",
         "hpcrun: step 5: saved after 3.5 s beside training",
@@ -192,8 +194,8 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
 
 
 def test_sinks_get_drain_and_lag_of_each_level(runs_root: Path) -> None:
-    stored = {"kind": "stored", "step": 5, "level": "durable", "seconds": 2.0, "lag_s": 3.5}
-    assert record_scalars(stored, 1) == {"checkpoint/durable_flush(s)": 2.0, "checkpoint/durable_lag(s)": 3.5}
+    stored = metric("stored", 5, seconds=2.0, lag_s=3.5)
+    assert metric_scalars(stored, 1) == {"checkpoint/durable_flush(s)": 2.0, "checkpoint/durable_lag(s)": 3.5}
     directory = written(leveled(), create_run("leveled"))
     points = ScalarReader(directory, 2, {})
     names = {name for _, _, figures in points.new() for name in figures if name.startswith("checkpoint/")}

@@ -18,10 +18,12 @@ from hpcrun.runs.history import (
 )
 from hpcrun.runs.timeline import build_timelines
 from hpcrun.specs.load import load_job, render_job
+from hpcrun.specs.metrics import MetricRecord
 from hpcrun.specs.placement import Placement, write_placement
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.shipped import shipped_file
+from tests.metric_lines import metric_record
 from tests.runs.test_ledger import Run, relaunched, requeued, undisturbed
 
 
@@ -122,20 +124,17 @@ def test_only_runs_of_the_same_job_and_layout_are_alike(runs_root: Path) -> None
 
 
 def test_what_a_level_takes_in_the_background_is_seen_in_the_steps_beside_it() -> None:
-    lines: list[dict[str, Any]] = []
+    records: list[MetricRecord] = []
     now = 1000.0
     for step in range(1, 41):
         seconds = 1.5 if step in (11, 12) else 1.0
         now += seconds
-        lines.append({"kind": "step", "step": step, "attempt": 1, "time": now, "step_time_s": seconds})
+        records.append(metric_record("step", step, time=now, step_time_s=seconds))
         if step == 10:
-            lines.append({"kind": "save", "step": 10, "level": "memory", "seconds": 0.25, "attempt": 1})
+            records.append(metric_record("save", 10, time=now, level="memory", seconds=0.25))
         if step == 12:
-            more = {"level": "durable", "seconds": 3.0, "lag_s": 3.5, "time": now, "attempt": 1}
-            lines.append({"kind": "stored", "step": 10, **more})
-    found = measure_metric_records(
-        [*lines, {"kind": "stored", "level": "durable", "seconds": "x"}, {"kind": "odd"}]
-    )
+            records.append(metric_record("stored", 10, time=now, seconds=3.0, lag_s=3.5))
+    found = measure_metric_records([*records, metric_record("odd")])
     assert found.step_s == 1.0
     assert found.levels["memory"].stall_s == 0.25
     durable = found.levels["durable"]

@@ -15,6 +15,7 @@ from hpcrun.runs.ledger import LEDGER_BUCKETS, GoodputLedger, compute_ledger, re
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.telemetry.run_counters import RunCounters
+from tests.metric_lines import metric_line
 
 Record = dict[str, Any]
 WALL, BOOT = 1_800_000_000.0, 5_000.0
@@ -41,8 +42,8 @@ class Run:
         self.events.append({**stamp, "event": name, **more})
 
     def line(self, kind: str, step: int, **more: Any) -> None:
-        stamp = {"time": self.wall + self.now, "attempt": self.attempt}
-        self.metrics.append({**stamp, "kind": kind, "step": step, **more})
+        stamp: dict[str, Any] = {"time": self.wall + self.now, "attempt": self.attempt}
+        self.metrics.append(metric_line(kind, step, **stamp, **more))
 
     def launch(self, after: int = 0, *, start: float = 4.0, restore: float = 2.0) -> None:
         self.attempt += 1

@@ -20,6 +20,7 @@ from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from tests.event_lines import event_line
+from tests.metric_lines import metric_line
 
 IN_FILE = "a-very-secret-value"
 IN_ENV = "pa$$ 'word' of mine"
@@ -67,11 +68,10 @@ def make(tmp_path: Path, *, env: str = "") -> RunDir:
     (run.submitit / "7_submitted.pkl").write_bytes(b"\x80")
     (run.checkpoints / "step-1").mkdir()
     (run.checkpoints / "step-1" / "a.distcp").write_bytes(b"weights")
-    stamp = {"time": 10.0, "monotonic": 1.0, "attempt": 1}
     run.events.write_text(json.dumps(event_line("launch", 10.0, ranks=1)) + "\n")
     chaos = event_line("chaos", 1.0, phase="injected", node="n01", text="SIGKILL to rank 0")
     run.chaos.write_text(json.dumps(chaos) + "\n")
-    run.metrics.write_text(json.dumps({**stamp, "kind": "step", "step": 1, "tokens_per_s": 3.5}) + "\n")
+    run.metrics.write_text(json.dumps(metric_line("step", tokens_per_s=3.5)) + "\n")
     return run
 
 

@@ -21,6 +21,7 @@ from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenan
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
+from tests.metric_lines import metric_line
 
 AT_ONCE = PollIntervals(records=0.01, slurm=0.01, slurm_max=0.01, believe=0.0)
 
@@ -194,19 +195,19 @@ def test_a_program_of_one_s_own_is_signalled_on_demand_only(supervisor: subproce
         request_save(begin(make(steps=None, kind="function"), **here(supervisor)))
 
 
-def metric(run: RunDir, **values: Any) -> None:
+def metric(run: RunDir, kind: str, step: int, **values: Any) -> None:
     with run.metrics.open("a") as file:
-        file.write(json.dumps({"attempt": 1, "time": 1.0, **values}) + "\n")
+        file.write(json.dumps(metric_line(kind, step, **values)) + "\n")
 
 
 def test_waiting_ends_with_a_save_after_the_request(supervisor: subprocess.Popen[str]) -> None:
     run = begin(make(), **here(supervisor))
-    metric(run, kind="save", step=5, seconds=1.0)
+    metric(run, "save", 5, seconds=1.0)
     asked, notes = request_save(run), list[str]()
     assert not wait_for_saves(asked, notes.append, timeout_s=0.05, pace=AT_ONCE)
     assert notes == [f"no save within 0.05 s: {run.id}"]
-    metric(run, kind="step", step=6)
-    metric(run, kind="save", step=6, seconds=0.5)
+    metric(run, "step", 6)
+    metric(run, "save", 6, seconds=0.5)
     assert wait_for_saves(asked, notes.append, pace=AT_ONCE)
     assert notes[1:] == [f"{run.id}: step 6 was saved in 0.5 s"]
 
@@ -214,7 +215,7 @@ def test_waiting_ends_with_a_save_after_the_request(supervisor: subprocess.Popen
 def test_waiting_ends_with_the_run_where_that_saves_no_more(supervisor: subprocess.Popen[str]) -> None:
     first, second = (begin(make(), **here(supervisor)) for _ in range(2))
     both, notes = SaveRequest([], request_save(first).answers | request_save(second).answers), list[str]()
-    metric(first, kind="save", step=6, seconds=0.5)
+    metric(first, "save", 6, seconds=0.5)
     write_json(second.exit, {"status": "failed", "exit_code": 5, "message": "rank 1 died", "attempt": 1})
     assert not wait_for_saves(both, notes.append, pace=AT_ONCE)
     assert notes == [

@@ -25,11 +25,13 @@ from hpcrun.runs.run_state import (
     with_slurm_state,
     worst_exit_code,
 )
+from hpcrun.specs.metrics import Metric
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, read_provenance, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import all_runs, create_run, find_run, runs_root, runs_roots
 from hpcrun.specs.rundir import RunDir
 from tests.event_lines import event_line
+from tests.metric_lines import metric, metric_line
 
 SUBMITTED = 1000.0
 AT_ONCE = PollIntervals(records=0.01, slurm=0.01, slurm_max=0.01, believe=0.0)
@@ -335,7 +337,7 @@ def test_a_sweep_is_the_sum_of_its_elements(squeue: Squeue, tmp_path: Path) -> N
     ended(begun(run.element(0)))
     ended(begun(run.element(1)), "failed")
     squeue(row("9_2", "RUNNING", nodes="n03"), row("9_[3-5%2]", "PENDING", "JobArrayTaskLimit"))
-    begun(run.element(2)).metrics.write_text('{"step": 3, "loss": 1.5, "attempt": 1}\n')
+    begun(run.element(2)).metrics.write_text(json.dumps(metric_line("step", 3, loss=1.5)))
     states = read_element_states(run)
     assert [one.state for one in states] == ["done", "failed", "running", "queued", "queued", "queued"]
     assert [one.job for one in states] == [f"9_{index}" for index in range(6)]
@@ -432,7 +434,8 @@ def test_what_a_record_leaves_out_is_no_damage(squeue: Squeue) -> None:
 
 def test_figures_of_a_wrong_type_are_none(squeue: Squeue) -> None:
     run = begun(submitted())
-    run.metrics.write_text('{"step": "x", "loss": [], "eval_loss": {}}\n')
+    lines = [metric_line("step") | {"step": "x", "loss": []}, metric_line("eval", eval_loss={})]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert (asked(run).step, asked(run).loss, asked(run).eval_loss) == (None, None, None)
 
 
@@ -651,18 +654,18 @@ def test_following_begins_with_the_newest_attempt_or_the_one_that_is_named(
 
 
 def test_following_tells_of_the_steps_that_come(squeue: Squeue) -> None:
-    run, steps = begun(submitted()), list[dict[str, Any]]()
-    run.metrics.write_text('{"step": 1}\n')
+    run, steps = begun(submitted()), list[Metric]()
+    run.metrics.write_text(json.dumps(metric_line("step", 1)) + "\n")
     run.attempt(1).log(0).write_text("up")
     squeue(row("7", "RUNNING"))
 
     def write(_: str) -> None:
         with run.metrics.open("a") as file:
-            file.write('{"step": 2}\n{"step": 3')
+            file.write(json.dumps(metric_line("step", 2)) + '\n{"step": 3')
         ended(run)
 
     assert follow_logs(run, write, lambda _: None, step=steps.append, pace=AT_ONCE) == 0
-    assert steps == [{"step": 2}]
+    assert steps == [metric("step", 2)]
 
 
 def test_following_the_batch_shell(squeue: Squeue) -> None:

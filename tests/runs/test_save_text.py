@@ -36,17 +36,17 @@ from hpcrun.runs.save_text import describe_save, is_durable_save
             False,
         ),
         (
-            {"kind": "draining", "levels": ["durable"], "bytes": 4e9, "done_bytes": 1e9, "seconds": 3.0},
+            {"kind": "flush", "levels": ["durable"], "size_bytes": 4e9, "done_bytes": 1e9, "seconds": 3.0},
             "step 7: 1.00 of 4.00 GB written (25%), to durable after 3.0 s",
             False,
         ),
         (
-            {"kind": "draining", "levels": ["object"], "bytes": 4e9},
+            {"kind": "flush", "levels": ["object"], "size_bytes": 4e9},
             "step 7: 4.00 GB on their way to object",
             False,
         ),
         (
-            {"kind": "draining", "levels": None, "bytes": "x", "seconds": None},
+            {"kind": "flush", "levels": None, "size_bytes": "x", "seconds": None},
             "step 7: on its way to ",
             False,
         ),

@@ -27,6 +27,7 @@ from hpcrun.runtime.control import Control
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.runtime.worker_endpoint import OwnWorker
 from hpcrun.specs.checkpoint import CheckpointSpec
+from hpcrun.specs.metrics import metric_as_json
 from hpcrun.specs.saves import SavedCheckpoint, resumable_checkpoints
 from tests.runtime.save_world import Counted, empty_like, full, laid_out, same, shapes, wholes
 
@@ -39,16 +40,17 @@ class Desk:
         self.checkpoints = root / "checkpoints"
         spec = CheckpointSpec.model_validate({"memory": 2, **options})
         self.told: list[dict[str, Any]] = []
+        tell = lambda metric: self.told.append(metric_as_json(metric))  # noqa: E731
         self.home = OwnWorker(root, spec, control, 1)
         self.direct = DirectCheckpointer(self.checkpoints, control, attempt=1, keep=9)
-        self.saves = AsyncCheckpointer(spec, self.direct, control, self.home, self.told.append)
+        self.saves = AsyncCheckpointer(spec, self.direct, control, self.home, tell)
 
     def saved(self, step: int) -> SavedCheckpoint:
         (found,) = [one for one in resumable_checkpoints(self.checkpoints) if one.step == step]
         return found
 
     def kinds(self) -> list[Any]:
-        return [[one["kind"], one["step"]] for one in self.told if one["kind"] != "draining"]
+        return [[one["kind"], one["step"]] for one in self.told if one["kind"] != "flush"]
 
     def signal(self, number: int) -> None:
         """To the worker, which the first rank has started."""

@@ -21,6 +21,7 @@ from hpcrun.checkpoint.policy import auto_interval
 from hpcrun.launcher_world import World
 from hpcrun.runtime import loop, rank
 from hpcrun.runtime.sharded_model import ShardedModel
+from hpcrun.specs.metrics import Metric
 from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import resumable_checkpoints
@@ -43,7 +44,7 @@ class Silent:
 
     def ranks_ready(self, ranks: int, seconds: float) -> None: ...
 
-    def step(self, record: dict[str, Any]) -> None: ...
+    def step(self, metric: Metric) -> None: ...
 
     def finished(self, outcome: object) -> None: ...
 

@@ -17,6 +17,7 @@ from hpcrun.runtime.control import LoneControl  # noqa: E402
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer  # noqa: E402
 from hpcrun.runtime.resharding import fill_from_chunks  # noqa: E402
 from hpcrun.specs.checkpoint import CheckpointSpec  # noqa: E402
+from hpcrun.specs.metrics import metric_as_json  # noqa: E402
 from hpcrun.specs.saves import resumable_checkpoints  # noqa: E402
 from tests.runtime.worker_stand_in import StandIn  # noqa: E402
 
@@ -29,9 +30,10 @@ class Bench:
         (root / "arena").mkdir()
         self.worker = StandIn(root / "arena", self.checkpoints)
         self.told: list[dict[str, Any]] = []
+        tell = lambda metric: self.told.append(metric_as_json(metric))  # noqa: E731
         spec = CheckpointSpec.model_validate({"memory": 2, **options})
         self.direct = DirectCheckpointer(self.checkpoints, LoneControl(), attempt=1, keep=9)
-        self.saves = AsyncCheckpointer(spec, self.direct, LoneControl(), self.worker, self.told.append)
+        self.saves = AsyncCheckpointer(spec, self.direct, LoneControl(), self.worker, tell)
 
     def kinds(self, *kinds: str) -> list[tuple[str, int]]:
         return [(one["kind"], one["step"]) for one in self.told if not kinds or one["kind"] in kinds]
@@ -97,7 +99,7 @@ def test_a_save_is_the_same_bits_as_one_that_was_waited_for(make: Any) -> None:
     assert bench.kinds() == [("save", 1), ("stored", 1)]
     save, stored = bench.told
     assert save["level"] == "memory"
-    assert save["bytes"] > 48 * 4
+    assert save["size_bytes"] > 48 * 4
     assert save["seconds"] >= save["fence_wait_s"] >= 0
     assert stored["level"] == "durable"
     assert stored["lag_s"] > 0

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcrun.errors import SpecError, UsageError
-from hpcrun.runs.save_text import describe_weights
 from hpcrun.runtime.connect import connect_ranks
 from hpcrun.runtime.initial_weights import adopt_initial_weights
 from hpcrun.runtime.model import parameter_shapes
@@ -439,15 +438,15 @@ def test_training_that_begins_with_weights_checks_them_and_keeps_what_is_beside_
     run, control = create_run("begun"), connect_ranks(None)
     spec = spec_of(job).model_copy(update={"weights": str(tmp_path / "in")})
     told_of = adopt_initial_weights(spec, run, control, "float32")
-    assert (told_of["is_hashed"], told_of["dtypes"]) == (False, {"bfloat16": len(tensors)})
-    assert (told_of["notes"], sorted(told_of["carried"])) == ([], sorted(BESIDE))
-    text = describe_weights({"kind": "weights", **told_of})
+    assert (told_of.is_hashed, told_of.dtypes) == (False, {"bfloat16": len(tensors)})
+    assert (told_of.notes, sorted(told_of.carried)) == ((), sorted(BESIDE))
+    text = told_of.describe()
     assert f"({len(tensors)} bfloat16 tensors, kept in float32; no SHA256SUMS beside them)" in text
     kept = read_base_model(run.path)
     assert kept is not None
     assert kept.dtypes == {name.removeprefix("model."): "bfloat16" for name in tensors}
     sums(tmp_path / "in")
-    assert adopt_initial_weights(spec, run, control, "float32")["is_hashed"] is True
+    assert adopt_initial_weights(spec, run, control, "float32").is_hashed
     damage_flip(tmp_path / "in")
     with pytest.raises(UsageError, match=r"model\.weights: .*it has other bytes in model\.safetensors;"):
         adopt_initial_weights(spec, run, control, "float32")

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.specs.records import newest_step_records, read_json_lines
+from hpcrun.specs.metrics import newest_steps, read_metrics
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 
 BIN = Path(sys.executable).parent
@@ -43,8 +44,7 @@ class Ended:
         return RunDir(max(self.root.iterdir(), key=lambda path: path.stat().st_mtime))
 
     def losses(self) -> dict[int, float]:
-        steps = [record for record in read_json_lines(self.run.metrics) if record["kind"] == "step"]
-        return {record["step"]: record["loss"] for record in newest_step_records(steps)}
+        return {metric.step: metric.loss for metric in newest_steps(read_metrics(self.run))}
 
 
 class Laboratory:

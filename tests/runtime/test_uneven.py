@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,8 +12,9 @@ from hpcrun.errors import UsageError
 from hpcrun.runtime.data_loader import IGNORED_TARGET, Batches, TokenSource, eval_batches, eval_steps
 from hpcrun.runtime.optimizer import learning_rate_of_step
 from hpcrun.specs.load import parse_job
+from hpcrun.specs.metrics import EvalMetric, Metric, MetricRecord, StepMetric, newest_steps, read_metrics
 from hpcrun.specs.plan import Plan
-from hpcrun.specs.records import newest_step_records, read_json, read_json_lines
+from hpcrun.specs.records import read_json
 from hpcrun.specs.reduced_plan import plan_with_replicas
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.pretended import pretend, supervise
@@ -123,9 +123,8 @@ elastic: {min_replicas: 2}
 """
 
 
-def losses(records: list[dict[str, Any]]) -> dict[int, float]:
-    steps = [record for record in records if record["kind"] == "step"]
-    return {record["step"]: record["loss"] for record in newest_step_records(steps)}
+def losses(records: list[MetricRecord]) -> dict[int, float]:
+    return {metric.step: metric.loss for metric in newest_steps(records)}
 
 
 def test_a_run_that_loses_a_node_and_gets_it_back_computes_what_an_undisturbed_one_does(
@@ -140,11 +139,11 @@ def test_a_run_that_loses_a_node_and_gets_it_back_computes_what_an_undisturbed_o
 
     there, observer = pretend("abc"), Recorder()
 
-    def act(record: dict[str, Any]) -> None:
-        match record["kind"], record["attempt"], record["step"]:
-            case "step", 1, 5:
+    def act(metric: Metric) -> None:
+        match metric, observer.ready:
+            case StepMetric(step=5), 3:
                 there.pretended.lose("b")
-            case "step", 2, 8:
+            case StepMetric(step=8), 2:
                 send(signal.SIGTERM)()
 
     monkeypatch.setattr(observer, "step", act)
@@ -154,7 +153,10 @@ def test_a_run_that_loses_a_node_and_gets_it_back_computes_what_an_undisturbed_o
     grown = supervise(pretend("abc"), prepare_job(None, resume=shrunk.run), Recorder())
     assert grown.status == "done", grown.message
     assert [read_json(attempt.plan)["dp_shard"] for attempt in grown.run.attempts()] == [3, 2, 3]
-    records, expected = list(read_json_lines(grown.run.metrics)), list(read_json_lines(plain.run.metrics))
+    records, expected = list(read_metrics(grown.run)), list(read_metrics(plain.run))
     assert losses(records) == pytest.approx(losses(expected), rel=1e-5)
-    ends = [[one["eval_loss"] for one in found if one["kind"] == "eval"][-1] for found in (records, expected)]
+    ends = [
+        [one.metric.eval_loss for one in lines if isinstance(one.metric, EvalMetric)][-1]
+        for lines in (records, expected)
+    ]
     assert ends[0] == pytest.approx(ends[1], rel=1e-5)

@@ -18,6 +18,7 @@ from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenan
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import all_runs, create_run
 from hpcrun.specs.rundir import RunDir
+from tests.metric_lines import metric_line
 
 T0 = 1_700_000_000.0
 MOMENT_S = 20
@@ -47,7 +48,7 @@ def make_run(name: str) -> RunDir:
     ]
     run.events.write_text("".join(json.dumps(one) + "\n" for one in events))
     run.chaos.write_text(json.dumps({"time": T0 + 3, "text": "x", "node": "n", "did": "struck"}) + "\n")
-    steps = [{"step": n, "attempt": 1, "time": T0 + n, "loss": 1.0, "step_time_s": 1.0} for n in (1, 2)]
+    steps = [metric_line("step", step, time=T0 + step) for step in (1, 2)]
     run.metrics.write_text("".join(json.dumps(one) + "\n" for one in steps))
     (run.submitit).mkdir()
     (run.submitit / "1_0_log.out").write_text("batch\n")

@@ -15,6 +15,7 @@ from hpcrun.cli.terminal import escape_control_characters, escape_log_text, esca
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
+from tests.metric_lines import metric_line
 
 NASTY = (
     "\x1b[2J\x1b[H", "\x1b]0;title\x07", "\x1b]52;c;aGk=\x07",
@@ -58,7 +59,7 @@ def hostile(runs_root: Path) -> RunDir:
         {"event": ALL},
     ]
     run.events.write_text("".join(json.dumps({**stamp, **one}) + "\n" for one in events))
-    run.metrics.write_text(json.dumps({**stamp, "kind": "start", "device_name": ALL, "reason": ALL}) + "\n")
+    run.metrics.write_text(json.dumps(metric_line("start", device_name=ALL, reason=ALL)) + "\n")
     for name in (*NASTY[:15], "line\nbreak"):
         other = RunDir(run.path.parent / name.replace("/", "_"))
         other.path.mkdir()

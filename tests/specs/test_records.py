@@ -1,12 +1,10 @@
 """Files that several processes read: whole or not at all, and lines that may be torn."""
 
 import errno
-import json
 import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,6 @@ from hpcrun.specs.records import (
     JsonLineReader,
     JsonLineWriter,
     TypedLineReader,
-    newest_step_records,
     read_json,
     read_json_lines,
     write_json,
@@ -114,19 +111,6 @@ def test_a_damaged_record_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UsageError, match=r"x\.json: is damaged"):
         read_json(tmp_path / "x.json")
-
-
-def test_the_newest_attempt_s_steps_stand_and_evaluations_are_no_steps() -> None:
-    records: list[dict[str, Any]] = [
-        {"attempt": 1, "kind": "step", "step": 1, "loss": 9},
-        {"attempt": 1, "kind": "step", "step": 2, "loss": 8},
-        {"attempt": 2, "kind": "step", "step": 2, "loss": 7},
-        {"attempt": 2, "kind": "eval", "step": 2, "eval_loss": 6},
-        {"attempt": 1, "step": 3, "loss": 5},
-    ]
-    steps = newest_step_records(records)
-    assert [(record["step"], record["loss"]) for record in steps] == [(1, 9), (2, 7), (3, 5)]
-    assert json.dumps(steps)
 
 
 def test_a_line_that_did_not_fit_does_not_take_the_next_one_with_it(tmp_path: Path) -> None:

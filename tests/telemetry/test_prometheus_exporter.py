@@ -22,6 +22,7 @@ from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_exporter import Exporter, read_run_metrics
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
+from tests.metric_lines import metric_line
 from tests.telemetry.test_run_counters import three_attempts, write
 
 ABOUT = {"run": "r-1", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 2}
@@ -161,7 +162,7 @@ def test_metrics_are_served_and_nothing_else(run: RunDir, make: Make, tmp_path: 
     with socket.create_connection(("127.0.0.1", port)) as rude:
         rude.sendall(b"\x00\xff nonsense\r\n\r\n")
     assert get(port)[0] == 200
-    record = {"time": time.time(), "attempt": 3, "kind": "step", "step": 13, "step_time_s": 1.0}
+    record = metric_line("step", 13, attempt=3, time=time.time())
     with run.metrics.open("a") as file:
         file.write(json.dumps(record) + "\n")
     exporter.turn()

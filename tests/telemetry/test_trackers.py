@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 
 from hpcrun.specs.branch import make_copy_independent
+from hpcrun.specs.metrics import parse_metric
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.shared_files import SharedFile
-from hpcrun.telemetry.trackers import ScalarReader, TensorBoard, Wandb, record_scalars
+from hpcrun.telemetry.trackers import ScalarReader, TensorBoard, Wandb, metric_scalars
+from tests.metric_lines import metric, metric_line
 
 ABOUT = {"run": "r-1", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 4}
 STEP: dict[str, Any] = {
@@ -93,7 +95,7 @@ def told(path: Path) -> list[dict[str, Any]]:
 
 
 def test_figures_have_the_keys_that_people_know() -> None:
-    assert record_scalars(STEP, 4) == {
+    assert metric_scalars(parse_metric(STEP).metric, 4) == {
         "loss_metrics/global_avg_loss": 2.5,
         "grad_norm": 0.5,
         "lr": 1e-3,
@@ -104,20 +106,19 @@ def test_figures_have_the_keys_that_people_know() -> None:
         "time_metrics/data_loading(%)": 25.0,
         "memory/max_allocated(GiB)": 2.0,
     }
-    assert record_scalars({"kind": "eval", "step": 1, "eval_loss": 3}, 1) == {"validation_metrics/loss": 3.0}
-    assert record_scalars({"kind": "save", "step": 1, "seconds": 0.5}, 1) == {
-        "time_metrics/checkpoint(s)": 0.5
+    assert metric_scalars(metric("eval", eval_loss=3), 1) == {"validation_metrics/loss": 3.0}
+    assert metric_scalars(metric("save", seconds=0.5), 1) == {"time_metrics/checkpoint(s)": 0.5}
+    assert metric_scalars(metric("start", 0), 1) == {}
+    # What is unknown is left out.
+    assert set(metric_scalars(metric("step", step_time_s=0), 1)) == {
+        *("loss_metrics/global_avg_loss", "grad_norm", "lr", "throughput(tps)", "time_metrics/end_to_end(s)")
     }
-    assert record_scalars({"kind": "start", "step": 0}, 1) == {}
-    # What is unknown is left out, and so is what is no number.
-    assert record_scalars(
-        {"step": 1, "loss": "x", "mfu": None, "time_s": 3, "step_time_s": 0, "lr": True}, 1
-    ) == {"time_metrics/end_to_end(s)": 0.0}
+    assert metric_scalars(metric("eval", eval_loss=None), 1) == {}
 
 
 def test_no_step_comes_twice_nor_late(run: RunDir) -> None:
     points = ScalarReader(run, 1, {})
-    write(run, *steps(1, 4), {"attempt": 2, "kind": "start", "step": 2}, *steps(3, 6, attempt=2))
+    write(run, *steps(1, 4), metric_line("start", 2, attempt=2), *steps(3, 6, attempt=2))
     assert [step for step, _, _ in points.new()] == [1, 2, 3, 4, 5, 6]
     again = ScalarReader(run, 1, json.loads(json.dumps(points.state)))
     write(run, *steps(5, 7, attempt=3), {"kind": "step", "step": "x"}, {"kind": "step"})
@@ -133,7 +134,7 @@ def test_wandb_is_told_step_by_step_under_one_id(run: RunDir, wandb: Path) -> No
     secret.chmod(0o600)
     more: dict[str, Any] = {"project": "p", "config": {"lr": 1}, "secrets": {"WANDB_API_KEY": str(secret)}}
     sink = Wandb(run, ABOUT, ORDERS | more | {"env": {"WANDB_BASE_URL": "http://here"}})
-    write(run, *steps(1, 2), {"kind": "eval", "step": 2, "eval_loss": 9.0})
+    write(run, *steps(1, 2), metric_line("eval", 2, eval_loss=9.0))
     sink.turn()
     with run.events.open("a") as file:
         file.write(json.dumps({"time": 20.0, "attempt": 1, "event": "requeue", "cause": "preemption"}) + "\n")

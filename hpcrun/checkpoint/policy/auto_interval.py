@@ -8,12 +8,11 @@ waits for more than the bound's share of its time, or that a save is due before 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hpcrun.checkpoint.policy.failure_rates import FailureHistory, estimate_failure_rates, format_time_span
 from hpcrun.checkpoint.policy.interval import DEFAULT_OVERHEAD_BOUND, LevelGroup, LevelSaveCost, daly_interval
+from hpcrun.specs.metrics import Metric, SaveMetric, StoredMetric
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 300.0, 3600.0
 _SHORTEST, _LONGEST = format_time_span(MIN_INTERVAL_S), format_time_span(MAX_INTERVAL_S)
@@ -82,12 +81,12 @@ class AutoInterval:
         """A save was begun, for whatever reason."""
         self._since = now
 
-    def take(self, line: Mapping[str, Any]) -> ChosenInterval | None:
+    def take(self, metric: Metric) -> ChosenInterval | None:
         """Learn from a line of metrics.jsonl; the interval where it is another one now, worth a word."""
-        if line.get("kind") == "save":
-            self._stalls.append(float(line["seconds"]))
-        elif line.get("kind") == "stored" and line.get("level") == "durable":
-            self._flushes.append(float(line.get("lag_s") or 0.0))
+        if isinstance(metric, SaveMetric):
+            self._stalls.append(metric.seconds)
+        elif isinstance(metric, StoredMetric) and metric.is_durable_save:
+            self._flushes.append(metric.lag_s)
         else:
             return None
         if not self._stalls:

@@ -24,7 +24,8 @@ from hpcrun.runs.run_lock import lock_run, read_supervisor_record, take_over_run
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.events.log import EventWriter, read_events
 from hpcrun.specs.events.supervisor import FailoverEvent, NodeLostEvent, RelaunchEvent, SignalEvent
-from hpcrun.specs.records import JsonLineReader, read_json
+from hpcrun.specs.metrics import StepMetric, read_metrics
+from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
 
 _POLL_S = 1.0
@@ -170,10 +171,12 @@ def _was_asked_to_stop(attempt: Attempt) -> bool:
 
 
 def _last_step(attempt: Attempt) -> int | None:
-    lines = JsonLineReader(attempt.run.metrics).read()
-    own = [one for one in lines if one.get("attempt") == attempt.number and one.get("kind", "step") == "step"]
-    step = own[-1].get("step") if own else None
-    return step if isinstance(step, int) else None
+    steps = [
+        record.metric.step
+        for record in read_metrics(attempt.run)
+        if record.attempt == attempt.number and isinstance(record.metric, StepMetric)
+    ]
+    return steps[-1] if steps else None
 
 
 def await_run_end(run: RunDir, is_told_to_end: Callable[[], bool]) -> None:

@@ -1,0 +1,406 @@
+"""metrics.jsonl: each kind of line is a class; how it is written, read, and told in words.
+
+A line has a stamp (attempt, time), its kind, and the fields of its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpcrun.specs.records import TypedLineReader, file_size
+from hpcrun.specs.rundir import RunDir
+from hpcrun.typed_json import Count, Seconds, WrongValue, dump_typed, parse_typed
+
+Texts = tuple[str, ...]
+
+_QUIET_LEVELS = ("memory", "local", "parity")
+"""Reached many times an hour; worth a line only where it fails."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What one line says besides its stamp."""
+
+    step: Count
+
+    @property
+    def busy_s(self) -> float:
+        """The time of training that it took by itself, and nothing else accounts for."""
+        return 0.0
+
+    @property
+    def is_durable_save(self) -> bool:
+        """Whether the step is in the run directory now."""
+        return False
+
+    def describe(self) -> str:
+        """What it says, in one line; empty where it is not worth one."""
+        return ""
+
+
+@dataclass(frozen=True)
+class UnknownMetric(Metric):
+    """A line of a newer version."""
+
+    kind: str
+    values: Mapping[str, Any]
+
+    def describe(self) -> str:
+        """Every field as it is."""
+        return " ".join([self.kind, *(f"{name}={value}" for name, value in self.values.items())])
+
+
+@dataclass(frozen=True)
+class StartMetric(Metric):
+    """The ranks are ready and go on after this step."""
+
+    device: str
+    device_name: str
+    reason: str
+    """Why the ranks compute on this device."""
+
+    def describe(self) -> str:
+        """Where training begins."""
+        return f"goes on after step {self.step}" if self.step else "begins with the first step"
+
+
+@dataclass(frozen=True)
+class StepMetric(Metric):
+    """One step of all ranks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens_per_s: float
+    step_time_s: Seconds
+    time_s: Mapping[str, float]
+    """By part of the step: data, forward_backward, reduce, fence, optimizer, agree."""
+    mfu: float | None
+    peak_memory_bytes: Count | None
+
+    @property
+    def busy_s(self) -> float:
+        """All of the step."""
+        return self.step_time_s
+
+
+@dataclass(frozen=True)
+class EvalMetric(Metric):
+    """An evaluation after this step."""
+
+    eval_loss: float | None
+    """Mean over the sequences; None where it is not a finite number."""
+    sequences: Count
+    seconds: Seconds
+
+    @property
+    def busy_s(self) -> float:
+        """All of it."""
+        return self.seconds
+
+    def describe(self) -> str:
+        """The loss."""
+        loss = "not a number" if self.eval_loss is None else f"{self.eval_loss:.4f}"
+        return f"step {self.step}: eval loss {loss}"
+
+
+@dataclass(frozen=True)
+class RestoreMetric(Metric):
+    """The state of this step was loaded."""
+
+    seconds: Seconds
+    passed_over: Texts
+    """What was wrong with newer saves."""
+    lost_steps: Count
+    """How many steps newer those were."""
+
+    @property
+    def busy_s(self) -> float:
+        """All of it."""
+        return self.seconds
+
+    def describe(self) -> str:
+        """Only what was passed over is worth a line."""
+        return f"goes back to step {self.step}: {'; '.join(self.passed_over)}" if self.passed_over else ""
+
+
+@dataclass(frozen=True)
+class WeightsMetric(Metric):
+    """The weights that the run begins with come from files."""
+
+    source: str
+    dtypes: Mapping[str, Count]
+    """Number of tensors by type."""
+    kept: str
+    """The type in which training keeps them."""
+    is_hashed: bool
+    """Whether hashes beside the files were checked."""
+    carried: Texts
+    """Other files of the model that exports will have."""
+    absent: Texts
+    left: Texts
+    notes: Texts
+    """What config.json and tensors disagree about."""
+
+    def describe(self) -> str:
+        """Where they are from, and what is to be said of them."""
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
+        hashes = "hashes checked" if self.is_hashed else "no SHA256SUMS beside them"
+        text = f"begins with weights of {self.source} ({dtypes} tensors, kept in {self.kept}; {hashes})"
+        return "; ".join([text, *self.notes])
+
+
+@dataclass(frozen=True)
+class SaveMetric(Metric):
+    """Training waited for a save: into the run directory, or for a copy in memory."""
+
+    seconds: Seconds
+    level: str = "durable"
+    copy_s: Seconds | None = None
+    """Of a copy in memory: how long copying took, most of it during the next step."""
+    fence_wait_s: Seconds = 0.0
+    """The part of `seconds` that a step waited for the copy."""
+    size_bytes: Count | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """Without what a step waited for: that is in the step's own time."""
+        return max(0.0, self.seconds - self.fence_wait_s)
+
+    @property
+    def is_durable_save(self) -> bool:
+        """A copy in memory is not."""
+        return self.level == "durable"
+
+    def describe(self) -> str:
+        """Only of a save into the run directory."""
+        return f"step {self.step}: saved in {self.seconds:.1f} s" if self.is_durable_save else ""
+
+
+@dataclass(frozen=True)
+class StoredMetric(Metric):
+    """A level has got a save in the background."""
+
+    level: str
+    seconds: Seconds
+    """How long the level took."""
+    size_bytes: Count
+    """Of the save, as the node of rank 0 has it."""
+    lag_s: Seconds
+    """From the save until the level had it."""
+    stored_bytes: Count | None = None
+    """What it takes there, where that is another number."""
+    rested_s: Seconds = 0.0
+    """The part of `lag_s` in which the worker rested, so as not to disturb training."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What else the level says of it."""
+
+    @property
+    def is_durable_save(self) -> bool:
+        """Whether this level is the run directory."""
+        return self.level == "durable"
+
+    def describe(self) -> str:
+        """Only of levels that last."""
+        if self.level in _QUIET_LEVELS:
+            return ""
+        level = "" if self.is_durable_save else f" ({self.level})"
+        return f"step {self.step}: saved{level} after {self.lag_s:.1f} s beside training"
+
+
+@dataclass(frozen=True)
+class SaveFailedMetric(Metric):
+    """A level does not get a save."""
+
+    level: str
+    why: str
+
+    def describe(self) -> str:
+        """Which level, and why."""
+        return f"step {self.step}: was not saved ({self.level}): {self.why}"
+
+
+@dataclass(frozen=True)
+class SaveStalledMetric(Metric):
+    """A save has waited for so long for something."""
+
+    level: str
+    seconds: Seconds
+    why: str
+
+    def describe(self) -> str:
+        """Which level, and for what."""
+        return f"step {self.step}: is held up ({self.level}): {self.why}"
+
+
+@dataclass(frozen=True)
+class SaveSkippedMetric(Metric):
+    """A save was left out."""
+
+    why: str
+
+    def describe(self) -> str:
+        """Why."""
+        return f"step {self.step}: is not saved, the save before is still being stored ({self.why})"
+
+
+@dataclass(frozen=True)
+class SaveUnchangedMetric(Metric):
+    """A save holds the same bytes as the one before it."""
+
+    why: str
+
+    def describe(self) -> str:
+        """A warning."""
+        return f"step {self.step}: warning: {self.why}"
+
+
+@dataclass(frozen=True)
+class SaveIntervalMetric(Metric):
+    """Saves by the clock are so far apart from now on."""
+
+    every_s: Seconds
+    stall_s: Seconds
+    flush_s: Seconds
+    why: str
+
+    def describe(self) -> str:
+        """The interval, and why it is that."""
+        return f"saves are {self.every_s / 60:.0f} min apart from now on: {self.why}"
+
+
+@dataclass(frozen=True)
+class FlushMetric(Metric):
+    """How far a save has come that is waited for."""
+
+    levels: Texts
+    """Where it is still to go."""
+    size_bytes: Count
+    done_bytes: Count | None
+    """What the run directory has of it; None where it does not go there, or nothing is known yet."""
+    seconds: Seconds
+    """Since the save was begun."""
+
+    def describe(self) -> str:
+        """How much is written, and where it goes."""
+        levels, size = ", ".join(self.levels), self.size_bytes
+        if not size:
+            text = f"on its way to {levels}"
+        elif self.done_bytes is None:
+            text = f"{size / 1e9:.2f} GB on their way to {levels}"
+        else:
+            share = min(1.0, self.done_bytes / size)
+            text = f"{self.done_bytes / 1e9:.2f} of {size / 1e9:.2f} GB written ({share:.0%}), to {levels}"
+        return f"step {self.step}: {text} after {self.seconds:.1f} s"
+
+
+METRIC_CLASSES: Mapping[str, type[Metric]] = {
+    "start": StartMetric,
+    "step": StepMetric,
+    "eval": EvalMetric,
+    "restore": RestoreMetric,
+    "weights": WeightsMetric,
+    "save": SaveMetric,
+    "stored": StoredMetric,
+    "save_failed": SaveFailedMetric,
+    "save_stalled": SaveStalledMetric,
+    "save_skipped": SaveSkippedMetric,
+    "save_unchanged": SaveUnchangedMetric,
+    "save_interval": SaveIntervalMetric,
+    "flush": FlushMetric,
+}
+_KINDS = {cls: kind for kind, cls in METRIC_CLASSES.items()}
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    attempt: Count
+    time: Seconds
+
+
+@dataclass(frozen=True)
+class MetricRecord:
+    """One line."""
+
+    attempt: int
+    time: float
+    """Wall clock of rank 0's host."""
+    metric: Metric
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What a newer version wrote and this one does not know."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of the line."""
+        return metric_kind(self.metric)
+
+    def describe(self) -> str:
+        """What it says, in one line, with what a newer version added."""
+        text = self.metric.describe()
+        extra = ", ".join(f"{name}={value}" for name, value in self.extra.items())
+        return f"{text} ({extra})" if text and extra else text
+
+    def as_json(self) -> dict[str, Any]:
+        """The JSON object of the line."""
+        return {"attempt": self.attempt, "time": self.time, **metric_as_json(self.metric), **self.extra}
+
+
+def metric_kind(metric: Metric) -> str:
+    """The kind of the line that says this."""
+    return metric.kind if isinstance(metric, UnknownMetric) else _KINDS[type(metric)]
+
+
+def metric_as_json(metric: Metric) -> dict[str, Any]:
+    """The JSON object of a line without its stamp."""
+    values = metric.values if isinstance(metric, UnknownMetric) else dump_typed(metric)
+    return {"kind": metric_kind(metric), **values}
+
+
+def parse_metric(values: Any) -> MetricRecord:
+    """A line of its JSON object; WrongValue where a field is missing or wrong."""
+    rest: dict[str, Any] = {}
+    metric = parse_unstamped_metric(values, rest)
+    extra: dict[str, Any] = {}
+    stamp = parse_typed(_Stamp, rest, extra=extra)
+    return MetricRecord(stamp.attempt, stamp.time, metric, extra)
+
+
+def parse_unstamped_metric(values: Any, extra: dict[str, Any]) -> Metric:
+    """What metric_as_json gave; `extra` gets the fields that its class does not have."""
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(kind, str):
+        raise WrongValue(f"kind: expected a text, not {repr(kind)[:60]}")
+    if (cls := METRIC_CLASSES.get(kind)) is not None:
+        metric = parse_typed(cls, values, extra=extra)
+        del extra["kind"]
+        return metric
+    extra |= {name: values[name] for name in ("attempt", "time") if name in values}
+    step = values.get("step")
+    fields = {name: value for name, value in values.items() if name not in ("kind", *extra)}
+    return UnknownMetric(step if type(step) is int and step >= 0 else 0, kind, fields)
+
+
+class MetricReader(TypedLineReader[MetricRecord]):
+    """Follows metrics.jsonl as it grows, from the beginning or from what comes after this moment."""
+
+    def __init__(self, run: RunDir, offset: int = 0, *, from_now: bool = False) -> None:
+        super().__init__(run.metrics, parse_metric, file_size(run.metrics) if from_now else offset)
+
+
+def read_metrics(run: RunDir) -> Iterator[MetricRecord]:
+    """All lines so far."""
+    yield from MetricReader(run).read()
+
+
+def newest_steps(records: Iterable[MetricRecord]) -> list[StepMetric]:
+    """The steps in order; where attempts overlap, the newest one's stands."""
+    newest: dict[int, tuple[int, StepMetric]] = {}
+    for record in records:
+        metric = record.metric
+        if isinstance(metric, StepMetric):
+            before = newest.get(metric.step)
+            if before is None or record.attempt >= before[0]:
+                newest[metric.step] = record.attempt, metric
+    return [newest[step][1] for step in sorted(newest)]
