@@ -390,10 +390,10 @@ def _judge_environments(report: harness.Report) -> None:
     for name, block in blocks.items():
         layer = parse_script_exports((_ENVIRONMENTS / f"{name}.sh").read_text(encoding="utf-8"), name)
         for one in lint_layers([layer], None).findings:
-            right = block["right"].get(one.name)
-            is_proved = right is not None and right["proof"] and right["level"] == one.level
-            errors += one.level == "error"
-            if one.level != "note" and not is_proved:
+            right = block["right"].get(one.subject)
+            is_proved = right is not None and right["proof"] and right["level"] == one.severity
+            errors += one.severity == "error"
+            if one.severity != "note" and not is_proved:
                 alarms += 1
                 print(f"# alarm: {one}")
     repositories = len({block["repository"] for block in blocks.values()})

@@ -16,6 +16,7 @@ LEVELS = (
         "address",
         "errors",
         "files",
+        "finding",
         "formulas",
         "hostlist",
         "hydra",

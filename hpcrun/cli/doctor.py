@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrun.cli.findings import print_findings
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, UsageError
 
 if TYPE_CHECKING:
+    from hpcrun.finding import Finding
     from hpcrun.specs.cluster import ClusterSpec
-    from hpcrun.tuning.finding import Finding
     from hpcrun.tuning.host.node_report import HostReport
     from hpcrun.tuning.registry.nccl_library import NcclLibraryChoice
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
@@ -102,7 +104,7 @@ def doctor(
         findings = _check_counters(root, counters, since, as_json)
     else:
         findings = _examine_node(root, cluster, nccl_version, reference_time, as_json)
-    broken = any(one.level == "fault" for one in findings)
+    broken = any(finding.severity == "error" for finding in findings)
     raise typer.Exit(EXIT_CHECK_FAILED if broken and not always_0 else EXIT_DONE)
 
 
@@ -133,7 +135,7 @@ def _examine_node(
         told = (port.state or "state unknown", rate, port.layer or "layer unknown")
         print(f"port       {port.name}  {', '.join(told)}{gid}")
     print(f"sockets    {report.socket_interface or 'no interface'}")
-    _print_findings(findings, f"{host.node}: nothing found")
+    print_findings(findings, f"{host.node}: nothing found")
     return findings
 
 
@@ -183,11 +185,12 @@ def _advised_settings(
 
 
 def _examine_all_nodes(cluster: str | None, nccl: str | None, connect: bool, as_json: bool) -> list[Finding]:
+    from hpcrun.finding import Finding, sort_findings
     from hpcrun.health.connectivity import check_all_connections
     from hpcrun.health.fleet_doctor import require_allocation, run_fleet_doctor
     from hpcrun.slurm.allocation import find_allocation
-    from hpcrun.tuning.finding import parse_finding, sort_findings
     from hpcrun.tuning.host.fleet import compare_nodes
+    from hpcrun.typed_json import parse_typed
 
     profile, notes = _load_profile(cluster)
     _find_nccl_version(nccl, is_here=False)
@@ -202,7 +205,7 @@ def _examine_all_nodes(cluster: str | None, nccl: str | None, connect: bool, as_
     if connect and len(reports) > 1:
         findings += check_all_connections(allocation, interface)
     own = {
-        node: [parse_finding(values) for values in report.get("findings", ())]
+        node: [parse_typed(Finding, values) for values in report.get("findings", ())]
         for node, report in reports.items()
     }
     every = [*sort_findings(findings), *(finding for of in own.values() for finding in of)]
@@ -213,22 +216,22 @@ def _examine_all_nodes(cluster: str | None, nccl: str | None, connect: bool, as_
     for line in notes:
         typer.echo(f"hpcrun: {line}", err=True)
     print(f"{len(reports)} of {len(answers)} nodes have answered")
-    _print_findings(sort_findings(findings), "the nodes are alike")
+    print_findings(sort_findings(findings), "the nodes are alike")
     _print_by_node(own)
     return every
 
 
 def _print_by_node(own: Mapping[str, list[Finding]]) -> None:
     """Findings of the nodes themselves, each once with the nodes that have it."""
+    from hpcrun.finding import sort_findings
     from hpcrun.hostlist import fold_hosts
-    from hpcrun.tuning.finding import sort_findings
 
     nodes_of: dict[Finding, list[str]] = {}
     for node, findings in own.items():
         for one in findings:
             nodes_of.setdefault(one, []).append(node)
-    for one in sort_findings(nodes_of):
-        print(f"{one.level:9}  {fold_hosts(nodes_of[one])}  {one.check}  {one}")
+    for finding in sort_findings(nodes_of):
+        print_findings([replace(finding, where=fold_hosts(nodes_of[finding]))])
 
 
 def _compare_reports(words: list[str], cluster: str | None, as_json: bool) -> list[Finding]:
@@ -248,7 +251,7 @@ def _compare_reports(words: list[str], cluster: str | None, as_json: bool) -> li
     if as_json:
         _print_json({"compared": list(reports), "findings": [one.as_json() for one in findings]})
     else:
-        _print_findings(findings, f"{len(reports)} nodes are alike")
+        print_findings(findings, f"{len(reports)} nodes are alike")
     return findings
 
 
@@ -267,8 +270,6 @@ def _read_json(path: Path) -> Any:
 
 
 def _check_counters(root: Path, target: Path | None, since: Path | None, as_json: bool) -> list[Finding]:
-    from dataclasses import replace
-
     from hpcrun.files import check_output
     from hpcrun.specs.records import write_json
     from hpcrun.tuning.host.counters import (
@@ -302,16 +303,8 @@ def _check_counters(root: Path, target: Path | None, since: Path | None, as_json
         took = "" if grown.seconds is None else f" in {grown.seconds:.0f} s"
         alone = f"; {len(grown.missing)} are in one look alone" if grown.missing else ""
         looked = f"{grown.node}: of {len(grown.values)} counters none has grown{took}"
-        _print_findings(findings, f"{looked} that speaks of trouble{alone}")
+        print_findings(findings, f"{looked} that speaks of trouble{alone}")
     return findings
-
-
-def _print_findings(findings: Iterable[Finding], otherwise: str) -> None:
-    found = list(findings)
-    for one in found:
-        print(f"{one.level:9}  {one.check}  {one}")
-    if not found:
-        print(otherwise)
 
 
 def _print_json(content: dict[str, Any]) -> None:

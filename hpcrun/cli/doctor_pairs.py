@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcrun.cli.findings import print_findings
 from hpcrun.errors import UsageError
 
 if TYPE_CHECKING:
-    from hpcrun.tuning.finding import Finding
+    from hpcrun.finding import Finding
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 def compare_pairs(
@@ -50,8 +51,7 @@ def compare_pairs(
         }
         print(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
         return findings
-    for one in findings:
-        print(f"{one.level:9}  {one.check}  {one}")
+    print_findings(findings)
     if coming and adapters:
         _print_next_adapters(coming)
     elif coming:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrun.cli.findings import print_findings
 from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
 from hpcrun.files import write_output
 
 if TYPE_CHECKING:
     from hpcrun.specs.cluster import ClusterSpec
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -158,10 +159,10 @@ def check(
         library, template, _load_profile(profile), _checked_version(slurm_version)
     )
     if as_json:
-        problems = [{"where": one.where, "key": one.key, "text": one.text} for one in found]
-        _print_json({"path": str(template.path), "ok": not found, "problems": problems})
+        findings = [finding.as_json() for finding in found]
+        _print_json({"path": str(template.path), "ok": not found, "findings": findings})
     else:
-        print("\n".join(map(str, found)) if found else f"{template.path}: ok")
+        print_findings(found, f"{template.path}: ok")
     if found:
         raise typer.Exit(EXIT_CHECK_FAILED)
 

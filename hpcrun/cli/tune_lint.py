@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrun.cli.findings import print_findings
 from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
+from hpcrun.finding import Severity, count_severities
 
 if TYPE_CHECKING:
     from hpcrun.tuning.lint.inputs import LintInput, LintSources
     from hpcrun.tuning.lint.lint import LintReport
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _Job = Annotated[
     Path | None,
@@ -62,8 +64,8 @@ def lint(
     as_json: _Json = False,
 ) -> None:
     """What is wrong in an environment; exit code 1 when something in it does not do what it says."""
-    from hpcrun.tuning.issue import escape_unprintable
     from hpcrun.tuning.lint.inputs import LintSources
+    from hpcrun.tuning.variable_findings import escape_unprintable
 
     job, overrides = (Path(words[0]), tuple(words[1:])) if words else (None, ())
     gathered, report = _run_lint(
@@ -73,8 +75,9 @@ def lint(
         _print_json({"nccl": _describe_library(gathered), **report.as_json()})
     else:
         _print_report(gathered, report)
-        for one in (*report.findings, *(report.origins() if show_all else ())):
-            print(escape_unprintable(str(one)))
+        print_findings(report.findings)
+        for line in report.origins() if show_all else ():
+            print(escape_unprintable(line))
         print(_format_summary(report))
     if report.has_errors:
         raise typer.Exit(EXIT_CHECK_FAILED)
@@ -92,9 +95,9 @@ def explain(
     as_json: _Json = False,
 ) -> None:
     """What a variable does, whether this NCCL reads it, its default, effect and risk, and who set it."""
-    from hpcrun.tuning.issue import escape_unprintable
     from hpcrun.tuning.lint.explain import explain_variable as explain_one
     from hpcrun.tuning.lint.inputs import LintSources
+    from hpcrun.tuning.variable_findings import escape_unprintable
 
     gathered, report = _run_lint(
         LintSources(job, (), cluster, script, nccl_conf or (), env or (), container_env, nccl_version)
@@ -129,10 +132,9 @@ def _print_report(gathered: LintInput, report: LintReport) -> None:
 
 
 def _format_summary(report: LintReport) -> str:
-    counts = {
-        level: sum(one.level == level for one in report.findings) for level in ("error", "warning", "note")
-    }
-    told = ", ".join(f"{count} {level}{'' if count == 1 else 's'}" for level, count in counts.items())
+    counts = count_severities(report.findings)
+    severities: tuple[Severity, ...] = ("error", "warning", "note")
+    told = ", ".join(f"{counts[name]} {name}{'' if counts[name] == 1 else 's'}" for name in severities)
     count = len(report.chains)
     return "; ".join([told, f"{count} variable{'' if count == 1 else 's'} looked at", *report.read])
 

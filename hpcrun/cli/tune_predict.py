@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hpcrun.cli.findings import print_findings
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import write_output
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from hpcrun.tuning.model.platforms import CollectiveLibrary, ModelErrorSpec, PlatformSpec
     from hpcrun.tuning.model.predict import AlphaBetaInput, PredictedCollective, Prediction
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -115,8 +116,7 @@ def read(
         told |= {"versions": {name: [format_version(one) for one in of] for name, of in versions.items()}}
         _print_json({**log.as_json(), **told, "checks": [one.as_json() for one in checks]})
         return
-    for one in sweep:
-        print(f"{one.level:11} {one}")
+    print_findings(sweep, width=11)
     if not log.lines and log.version is None:
         if sweep:
             return
@@ -127,11 +127,10 @@ def read(
     _print_log(log)
     if old is not None:
         _print_changes(moved, old, log)
-    _print_findings(findings, log)
+    _print_diagnoses(findings, log)
     for line in list_compatible_pairs(versions):
         print(f"versions    {line}")
-    for one in (*check_nccl_log(log), *check_versions(versions)):
-        print(f"{one.level:11} {one}")
+    print_findings([*check_nccl_log(log), *check_versions(versions)], width=11)
 
 
 class _RankLayoutOptions:
@@ -403,7 +402,7 @@ def _print_changes(moved: Sequence[AlgorithmChange], old: NcclLog, log: NcclLog)
         print("changed     nothing that both logs have")
 
 
-def _print_findings(findings: LogDiagnoses, log: NcclLog) -> None:
+def _print_diagnoses(findings: LogDiagnoses, log: NcclLog) -> None:
     for one in findings.found:
         meaning = one.meaning
         if meaning.level == "harmless":

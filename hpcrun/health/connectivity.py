@@ -15,11 +15,11 @@ from typing import Any
 
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import NetworkInterface, read_network_interfaces
+from hpcrun.finding import Finding
 from hpcrun.health.connection_test import ConnectionTest
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import environment_with_package
 from hpcrun.slurm.allocation import Allocation, step_environment
-from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.host.connectivity import check_connectivity
 from hpcrun.tuning.registry.device_names import choose_socket_interface, render_exact_names
 
@@ -43,7 +43,7 @@ def check_all_connections(allocation: Allocation, interface: str | None) -> tupl
         for step in steps:
             step.close()
     absent = [
-        Finding("fault", "connection", step.node, f"took no part in the trial of connections: {step.error}")
+        Finding("error", "connection", step.node, f"took no part in the trial of connections: {step.error}")
         for step in steps
         if step.error
     ]

@@ -13,10 +13,10 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError
+from hpcrun.finding import Finding
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import environment_with_package
 from hpcrun.slurm.allocation import Allocation, step_environment
-from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.host.checks import check_clock_skew
 
 _MAX_PARALLEL = 16
@@ -60,10 +60,10 @@ def _run_node_doctor(node: str, command: Sequence[str], environ: dict[str, str])
     except (HpcrunError, ValueError) as error:
         text = f"its doctor gave no report: {error}"
         return NodeDoctorResult(
-            node, None, (Finding("fault", "report", node, text, "look at the node with sinfo -R"),)
+            node, None, (Finding("error", "report", node, text, "look at the node with sinfo -R"),)
         )
     if not isinstance(report, dict):
-        return NodeDoctorResult(node, None, (Finding("fault", "report", node, "its doctor gave no report"),))
+        return NodeDoctorResult(node, None, (Finding("error", "report", node, "its doctor gave no report"),))
     report["node"] = node  # by Slurm's name: its own may have a domain
     told = report.get("time")
     skew = check_clock_skew(node, told, started, time.time()) if isinstance(told, float) else []

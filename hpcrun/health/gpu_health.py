@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.health.check_result import CheckResult
+from hpcrun.finding import Finding
 from hpcrun.health.xids import Xid, XidAction, judge_xids
 
 _FORMAT = "--format=csv,noheader,nounits"
@@ -66,39 +66,38 @@ def with_remapped_rows(gpus: Sequence[GpuHealth], text: str) -> list[GpuHealth]:
     ]
 
 
-def judge_gpus(gpus: Sequence[GpuHealth], asked: int) -> list[CheckResult]:
-    """A verdict for every GPU with which something is wrong, and for their number."""
+def judge_gpus(gpus: Sequence[GpuHealth], asked: int) -> list[Finding]:
+    """Check every GPU, and their number."""
     found = [one for gpu in gpus for one in _judge_gpu(gpu)]
     if not gpus:
-        found.append(CheckResult("gpu", "unknown", "nvidia-smi names no GPU that is to be seen from here"))
+        found.append(Finding("unknown", "gpu", "", "nvidia-smi names no GPU that is to be seen from here"))
     elif len(gpus) < asked:
-        found.append(CheckResult("gpu", "fail", f"{len(gpus)} GPUs answer, and {asked} were asked for"))
-    return found or [CheckResult("gpu")]
+        found.append(Finding("error", "gpu", "", f"{len(gpus)} GPUs answer, and {asked} were asked for"))
+    return found
 
 
-def _judge_gpu(gpu: GpuHealth) -> list[CheckResult]:
+def _judge_gpu(gpu: GpuHealth) -> list[Finding]:
     who, wrong = f"GPU {gpu.index} ({gpu.uuid})", []
     action = gpu.recovery and gpu.recovery.casefold()
     if action in _ACTIONS:
-        wrong.append(CheckResult("gpu", "fail", f"{who}: the driver asks for: {gpu.recovery}"))
+        wrong.append(Finding("error", "gpu", who, f"the driver asks for: {gpu.recovery}"))
     elif action not in (None, _NO_ACTION):
-        wrong.append(CheckResult("gpu", "unknown", f"{who}: the driver asks for: {gpu.recovery}"))
+        wrong.append(Finding("unknown", "gpu", who, f"the driver asks for: {gpu.recovery}"))
     if gpu.rows_failed:
-        wrong.append(CheckResult("gpu", "fail", f"{who}: a row of its memory could not be remapped"))
+        wrong.append(Finding("error", "gpu", who, "a row of its memory could not be remapped"))
     if gpu.rows_pending:
-        wrong.append(CheckResult("gpu", "fail", f"{who}: rows of its memory are remapped at its next reset"))
+        wrong.append(Finding("error", "gpu", who, "rows of its memory are remapped at its next reset"))
     if gpu.retired_pending:
-        wrong.append(CheckResult("gpu", "fail", f"{who}: pages of its memory are retired at its next reset"))
+        wrong.append(Finding("error", "gpu", who, "pages of its memory are retired at its next reset"))
     if gpu.uncorrected and not wrong:
-        wrong.append(
-            CheckResult("gpu", "warn", f"{who}: {gpu.uncorrected} uncorrected memory errors since boot")
-        )
+        text = f"{gpu.uncorrected} uncorrected memory errors since boot"
+        wrong.append(Finding("warning", "gpu", who, text))
     return wrong
 
 
 def check_gpu_health(
     asked: int, timeout_s: float, xids: Sequence[Xid] = (), site: Mapping[int, XidAction] | None = None
-) -> list[CheckResult]:
+) -> list[Finding]:
     """Ask nvidia-smi, each question with this time limit; SiteError where it does not answer in time.
 
     `xids`: what the kernel's log has of the GPUs, judged by the site's list and the catalogue.
@@ -108,12 +107,12 @@ def check_gpu_health(
         done = process.run(["nvidia-smi", f"--query-gpu={','.join(fields)}", _FORMAT], timeout_s=timeout_s)
         words = " ".join(f"{done.stdout} {done.stderr}".split())
         if any(word in words.casefold() for word in _LOST_GPU_MESSAGES):
-            return [CheckResult("gpu", "fail", f"nvidia-smi: {words[:200]}")]
+            return [Finding("error", "gpu", "", f"nvidia-smi: {words[:200]}")]
         if done.exit_code == 0:
             break
     else:
         return [
-            CheckResult("gpu", "unknown", f"nvidia-smi ended with exit code {done.exit_code}: {words[:200]}")
+            Finding("unknown", "gpu", "", f"nvidia-smi ended with exit code {done.exit_code}: {words[:200]}")
         ]
     gpus = parse_gpu_health(done.stdout)
     try:
@@ -121,10 +120,9 @@ def check_gpu_health(
         rows = process.run(query, timeout_s=timeout_s)
         gpus = with_remapped_rows(gpus, rows.stdout if rows.exit_code == 0 else "")
     except SiteError as error:
-        return [*judge_gpus(gpus, asked), CheckResult("gpu", "unknown", str(error))]
+        return [*judge_gpus(gpus, asked), Finding("unknown", "gpu", "", str(error))]
     told = judge_xids(xids, site, is_asked=_is_action_asked(gpus))
-    found = judge_gpus(gpus, asked)
-    return [*(one for one in found if one.verdict != "ok"), *told] if told else found
+    return [*judge_gpus(gpus, asked), *told]
 
 
 def _is_action_asked(gpus: Sequence[GpuHealth]) -> bool | None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import HpcrunError
+from hpcrun.finding import Finding
 from hpcrun.health import probes
-from hpcrun.health.check_result import CheckResult
 from hpcrun.health.probes import CheckTarget
 from hpcrun.health.xids import XidAction
 from hpcrun.specs.rundir import RunDir
@@ -22,7 +22,7 @@ _GPU_S = 6.0
 _SLACK_S = 0.5
 MAX_PREFLIGHT_S = 9.0
 """No node looks for longer than this; it answers in far less than a second when it is well."""
-_PROBES: dict[str, Callable[[CheckTarget], list[CheckResult]]] = {
+_PROBES: dict[str, Callable[[CheckTarget], list[Finding]]] = {
     "limits": probes.probe_limits,
     "space": probes.probe_space,
     "write": probes.probe_write,
@@ -72,27 +72,27 @@ class PreflightRequest:
 class _ProbeThread(threading.Thread):
     """One check, in a thread of its own: a file system or a tool that hangs must not hold up the others."""
 
-    def __init__(self, check: str, look: Callable[[], list[CheckResult]], limit_s: float) -> None:
+    def __init__(self, check: str, look: Callable[[], list[Finding]], limit_s: float) -> None:
         super().__init__(name=f"preflight {check}", daemon=True)
         self.check, self.limit_s = check, limit_s
         self._look = look
-        self.found: list[CheckResult] | None = None
+        self.found: list[Finding] | None = None
 
     def run(self) -> None:
         """Look."""
         try:
             self.found = self._look()
         except (HpcrunError, OSError, ValueError) as error:
-            self.found = [CheckResult(self.check, "unknown", " ".join(str(error).split())[:200])]
+            self.found = [Finding("unknown", self.check, "", " ".join(str(error).split())[:200])]
 
     @property
-    def verdicts(self) -> list[CheckResult]:
+    def findings(self) -> list[Finding]:
         """What it has found; that it is unknown where it has not come back."""
-        late = CheckResult(self.check, "unknown", f"gave no answer within {self.limit_s:g} s")
+        late = Finding("unknown", self.check, "", f"gave no answer within {self.limit_s:g} s")
         return [late] if self.found is None else self.found
 
 
-def run_probes(place: CheckTarget, ask: PreflightRequest) -> list[CheckResult]:
+def run_probes(place: CheckTarget, ask: PreflightRequest) -> list[Finding]:
     """Everything that was asked for, all at once."""
     waiting = [
         _ProbeThread(name, partial(probe, place), _GPU_S if name == "gpu" else _PROBE_S)
@@ -110,7 +110,7 @@ def run_probes(place: CheckTarget, ask: PreflightRequest) -> list[CheckResult]:
         one.start()
     for one in waiting:
         one.join(max(0.0, began + one.limit_s - time.monotonic()))
-    return [found for one in waiting for found in one.verdicts]
+    return [found for one in waiting for found in one.findings]
 
 
 def answer_preflight(run: RunDir, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +119,5 @@ def answer_preflight(run: RunDir, order: Mapping[str, Any]) -> dict[str, Any]:
     ask = PreflightRequest(
         **{key: value for key, value in order.items() if key in PreflightRequest.__dataclass_fields__}
     )
-    found = run_probes(ask.place(run), ask)
-    checks = [one.as_json() for one in found if one.verdict != "ok"]
+    checks = [finding.as_json() for finding in run_probes(ask.place(run), ask)]
     return {"kind": "preflight", "time": clock, "seconds": time.monotonic() - began, "checks": checks}

@@ -21,15 +21,15 @@ from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.fabric.ports import read_rdma_ports
 from hpcrun.files import OwnedDirectory, read_filesystem_clock, temporary_name
-from hpcrun.health.check_result import (
-    CheckResult,
+from hpcrun.finding import Finding
+from hpcrun.health.gpu_health import check_gpu_health
+from hpcrun.health.node_checks import (
     judge_interface,
     judge_limits,
     judge_ports,
     judge_program,
     judge_space,
 )
-from hpcrun.health.gpu_health import check_gpu_health
 from hpcrun.health.xids import XidAction, read_recent_xids
 from hpcrun.local_identity import expand_path
 from hpcrun.process import ProcessId
@@ -70,7 +70,7 @@ class CheckTarget:
         yield from dict.fromkeys([self.root / "tmp", *map(Path, named)])
 
 
-def probe_limits(place: CheckTarget) -> list[CheckResult]:
+def probe_limits(place: CheckTarget) -> list[Finding]:
     """The soft limits of this process, which the ranks inherit."""
     soft = {
         name: resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
@@ -80,47 +80,51 @@ def probe_limits(place: CheckTarget) -> list[CheckResult]:
     return judge_limits(known, is_infiniband=bool(read_rdma_ports(place.root, with_gids=False)))
 
 
-def probe_space(place: CheckTarget) -> list[CheckResult]:
+def probe_space(place: CheckTarget) -> list[Finding]:
     """Bytes and inodes that are free where the run writes."""
-    found = [
-        _check_path_space(place.run.path, common=True),
-        _check_path_space(place.root / "dev/shm", is_memory=True),
+    findings = _check_path_space(place.run.path, is_shared=True)
+    findings += _check_path_space(place.root / "dev/shm", is_memory=True)
+    return findings + [
+        _excuse_foreign_path(path, finding) for path in place.own for finding in _check_path_space(path)
     ]
-    return _problems_or_ok(
-        "space", [*found, *(_excuse_foreign_path(path, _check_path_space(path)) for path in place.own)]
-    )
 
 
-def _check_path_space(path: Path, *, common: bool = False, is_memory: bool = False) -> CheckResult:
+def _check_path_space(path: Path, *, is_shared: bool = False, is_memory: bool = False) -> list[Finding]:
     try:
         free = os.statvfs(path)
     except FileNotFoundError:
-        return CheckResult("space", "warn", f"{path}: is not on this node", common)
+        return [Finding("warning", "space", str(path), "is not on this node", is_shared=is_shared)]
     except OSError as error:
-        return CheckResult("space", "fail", f"{path}: {error.strerror}", common)
+        return [Finding("error", "space", str(path), str(error.strerror), is_shared=is_shared)]
     inodes = free.f_favail if free.f_files else None
-    return judge_space(str(path), free.f_bavail * free.f_frsize, inodes, common=common, is_memory=is_memory)
+    return judge_space(
+        str(path), free.f_bavail * free.f_frsize, inodes, is_shared=is_shared, is_memory=is_memory
+    )
 
 
-def probe_write(place: CheckTarget) -> list[CheckResult]:
+def probe_write(place: CheckTarget) -> list[Finding]:
     """A small file, written, synced, and read back, in the run directory and in the node's own places."""
-    own = (_excuse_foreign_path(path, _check_folder_write(path)) for path in place.own if path.exists())
-    return _problems_or_ok("write", [_check_folder_write(place.run.path, common=True), *own])
+    return _check_folder_write(place.run.path, is_shared=True) + [
+        _excuse_foreign_path(path, finding)
+        for path in place.own
+        if path.exists()
+        for finding in _check_folder_write(path)
+    ]
 
 
-def _excuse_foreign_path(path: Path, found: CheckResult) -> CheckResult:
-    """A failure in a place that another user has made tells nothing against the node."""
-    if found.verdict != "fail":
-        return found
+def _excuse_foreign_path(path: Path, finding: Finding) -> Finding:
+    """Make a failure in a directory that another user owns a warning: it is not the node's fault."""
+    if finding.severity != "error":
+        return finding
     for level in (*reversed(path.parents), path):
         with contextlib.suppress(OSError):
             if level.lstat().st_uid not in (0, os.geteuid()):
-                text = f"{found.text}; {level} belongs to another user"
-                return replace(found, verdict="warn", text=text)
-    return found
+                text = f"{finding.text}; {level} belongs to another user"
+                return replace(finding, severity="warning", text=text)
+    return finding
 
 
-def _check_folder_write(folder: Path, *, common: bool = False) -> CheckResult:
+def _check_folder_write(folder: Path, *, is_shared: bool = False) -> list[Finding]:
     # Under a name that nobody can have taken, and made anew: what stands there says nothing about the node.
     name = temporary_name("preflight")
     try:
@@ -131,13 +135,13 @@ def _check_folder_write(folder: Path, *, common: bool = False) -> CheckResult:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             is_same = os.pread(descriptor, len(_BLOCK) + 1, 0) == _BLOCK
     except OSError as error:
-        return CheckResult(
-            "write", "fail", f"{folder}: a small file cannot be written: {error.strerror}", common
-        )
-    if written == len(_BLOCK) and not is_same:
-        return CheckResult("write", "fail", f"{folder}: a file reads back differently from what was written")
-    full = f"{folder}: only {written} of {len(_BLOCK)} bytes could be written"
-    return CheckResult("write") if written == len(_BLOCK) else CheckResult("write", "fail", full, common)
+        text = f"a small file cannot be written: {error.strerror}"
+        return [Finding("error", "write", str(folder), text, is_shared=is_shared)]
+    if written < len(_BLOCK):
+        text = f"only {written} of {len(_BLOCK)} bytes could be written"
+        return [Finding("error", "write", str(folder), text, is_shared=is_shared)]
+    wrong = Finding("error", "write", str(folder), "a file reads back differently from what was written")
+    return [] if is_same else [wrong]
 
 
 @contextlib.contextmanager
@@ -150,30 +154,30 @@ def _new_file(files: OwnedDirectory, name: str) -> Iterator[int]:
         files.unlink(name)
 
 
-def probe_interface(place: CheckTarget) -> list[CheckResult]:
+def probe_interface(place: CheckTarget) -> list[Finding]:
     """The network interface that the profile names."""
     if place.interface is None:
-        return [CheckResult("interface")]
+        return []
     folder = place.root / "sys/class/net" / place.interface
     state, flags = _read_kernel_file(folder / "operstate"), _read_kernel_file(folder / "flags") or "0x1"
-    return [judge_interface(place.interface, state, int(flags, 16))]
+    return judge_interface(place.interface, state, int(flags, 16))
 
 
-def probe_nics(place: CheckTarget) -> list[CheckResult]:
+def probe_nics(place: CheckTarget) -> list[Finding]:
     """The ports of the RDMA devices."""
     return judge_ports(read_rdma_ports(place.root, with_gids=False), place.hcas)
 
 
-def probe_gpus(place: CheckTarget) -> list[CheckResult]:
+def probe_gpus(place: CheckTarget) -> list[Finding]:
     """What nvidia-smi says, where GPUs were asked for."""
     if not place.gpus:
-        return [CheckResult("gpu")]
+        return []
     if shutil.which("nvidia-smi") is None:
-        return [CheckResult("gpu", "unknown", "there is no nvidia-smi that could tell how the GPUs are")]
+        return [Finding("unknown", "gpu", "", "there is no nvidia-smi that could tell how the GPUs are")]
     return check_gpu_health(place.gpus, 1.8, read_recent_xids(1.0), place.xids)
 
 
-def probe_leftovers(place: CheckTarget) -> list[CheckResult]:
+def probe_leftovers(place: CheckTarget) -> list[Finding]:
     """Processes that this run's earlier attempts, or runs that have ended, have left here.
 
     Those of this run are ended; those of others are told.
@@ -190,28 +194,25 @@ def probe_leftovers(place: CheckTarget) -> list[CheckResult]:
             others.setdefault(environ.get(RUN_DIR_VARIABLE, ""), []).append(found)
         elif environ.get(ATTEMPT_VARIABLE, "").isdigit() and int(environ[ATTEMPT_VARIABLE]) < place.attempt:
             ours.append(found)
-    told = [_kill_leftovers(ours)] if ours else []
+    findings = [_kill_leftovers(ours)] if ours else []
     for path, processes in sorted(others.items()):
         if path and _is_run_dead(place.run, run := RunDir(Path(path))):
             pids = " ".join(str(one.pid) for one in processes[:_MAX_SHOWN])
             text = f"{run.id} has ended, and left processes here ({len(processes)}): {pids}"
-            told.append(CheckResult("leftovers", "warn", text))
-    return told or [CheckResult("leftovers")]
+            findings.append(Finding("warning", "leftovers", "", text))
+    return findings
 
 
-def _kill_leftovers(left: list[ProcessId]) -> CheckResult:
+def _kill_leftovers(left: list[ProcessId]) -> Finding:
     process.kill_processes(left)
     deadline = time.monotonic() + _KILL_WAIT_S
     while (alive := [one for one in left if process.is_alive(one)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     if alive:
         pids = " ".join(str(one.pid) for one in alive[:_MAX_SHOWN])
-        return CheckResult("leftovers", "fail", f"processes of an earlier attempt cannot be ended: {pids}")
-    return CheckResult(
-        "leftovers",
-        "warn",
-        f"ended what an earlier attempt had left: {len(left)} process{'es' * (len(left) > 1)}",
-    )
+        return Finding("error", "leftovers", "", f"processes of an earlier attempt cannot be ended: {pids}")
+    text = f"ended what an earlier attempt had left: {len(left)} process{'es' * (len(left) > 1)}"
+    return Finding("warning", "leftovers", "", text)
 
 
 def _ancestors() -> Iterator[ProcessId]:
@@ -242,23 +243,23 @@ def _is_run_dead(here: RunDir, run: RunDir) -> bool:
     return False
 
 
-def probe_shared_memory(place: CheckTarget) -> list[CheckResult]:
+def probe_shared_memory(place: CheckTarget) -> list[Finding]:
     """Shared memory of ours that no process maps any more; it takes the node's memory."""
     left = stale_segments(place.root / "dev/shm", older_s=_STALE_SEGMENT_S)
     if not left:
-        return [CheckResult("shm")]
+        return []
     names = " ".join(sorted(path.name for path in left)[:_MAX_SHOWN])
     size = sum(left.values()) / 2**20
     count = f"{len(left)} file{'s' * (len(left) > 1)}"
     text = f"{count} of yours in /dev/shm, {size:.0f} MiB, that no process uses any more: {names}"
-    return [CheckResult("shm", "warn", text)]
+    return [Finding("warning", "shm", "", text)]
 
 
-def probe_arithmetic(place: CheckTarget) -> list[CheckResult]:
+def probe_arithmetic(place: CheckTarget) -> list[Finding]:
     """Whether a fixed product of matrices comes out as it must, in whole and in real numbers."""
-    if matrix_checksums() != _EXPECTED_CHECKSUMS:
-        return [CheckResult("sums", "fail", "a fixed calculation gives a wrong result on this processor")]
-    return [CheckResult("sums")]
+    if matrix_checksums() == _EXPECTED_CHECKSUMS:
+        return []
+    return [Finding("error", "sums", "", "a fixed calculation gives a wrong result on this processor")]
 
 
 def matrix_checksums() -> tuple[int, int]:
@@ -285,18 +286,14 @@ def matrix_checksums() -> tuple[int, int]:
     return whole, zlib.crc32(struct.pack(f"<{len(reals)}d", *reals))
 
 
-def run_site_check(path: str, timeout_s: float) -> list[CheckResult]:
+def run_site_check(path: str, timeout_s: float) -> list[Finding]:
     """A site's own check."""
     words = expand_path(path)
     try:
         done = process.run([words], timeout_s=timeout_s)
     except SiteError as error:
-        return [CheckResult("site", "unknown", str(error))]
-    return [judge_program(path, done.exit_code, done.stdout or done.stderr)]
-
-
-def _problems_or_ok(check: str, found: list[CheckResult]) -> list[CheckResult]:
-    return [one for one in found if one.verdict != "ok"] or [CheckResult(check)]
+        return [Finding("unknown", "site", "", str(error))]
+    return judge_program(path, done.exit_code, done.stdout or done.stderr)
 
 
 def _read_kernel_file(path: Path) -> str | None:

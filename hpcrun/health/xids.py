@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.health.check_result import CheckResult
+from hpcrun.finding import Finding, Severity
 
 XidAction = Literal["ignore", "restart", "reset", "reboot", "look"]
 """nothing · the program starts again · the GPU needs a reset · the node a reboot · somebody has to look."""
@@ -75,23 +75,22 @@ def is_program_xid(text: str) -> bool:
 
 def judge_xids(
     found: Iterable[Xid], site: Mapping[int, XidAction] | None = None, *, is_asked: bool | None = None
-) -> list[CheckResult]:
-    """A verdict for each that keeps an attempt away, or that somebody should know of.
+) -> list[Finding]:
+    """Report the numbers that keep an attempt away from the node, or that somebody should know of.
 
     `is_asked`: whether the driver asks for an action by itself; where it says that none is needed, a list
     only warns.
     """
-    verdicts = []
+    findings = []
     for one in sorted(found):
         action = xid_action(one.code, site)
         if action in ("ignore", "restart"):
             continue
         what = _ACTION_TEXT[action] if action else "no list knows this number"
         is_bad = action in ("reset", "reboot") and is_asked is not False
-        verdicts.append(
-            CheckResult("gpu", "fail" if is_bad else "warn", f"GPU at {one.gpu}: Xid {one.code}: {what}")
-        )
-    return verdicts
+        severity: Severity = "error" if is_bad else "warning"
+        findings.append(Finding(severity, "gpu", f"GPU at {one.gpu}", f"Xid {one.code}: {what}"))
+    return findings
 
 
 def read_recent_xids(timeout_s: float) -> list[Xid]:

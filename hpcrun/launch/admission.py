@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
 from hpcrun.errors import EXIT_SITE, UsageError
-from hpcrun.health.check_result import CheckResult, judge_clock, parse_check_result
+from hpcrun.finding import Finding
 from hpcrun.health.lemon_nodes import NodeFault
+from hpcrun.health.node_checks import judge_clock
 from hpcrun.health.preflight import PreflightRequest
 from hpcrun.hostlist import fold_hosts
 from hpcrun.launch import recovery
@@ -19,19 +21,20 @@ from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.specs.cluster import ClusterSpec
-from hpcrun.specs.events.supervisor import PreflightEvent, PreflightFinding
+from hpcrun.specs.events.supervisor import PreflightEvent
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.preflight import selected_preflight_checks
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.tuning.job_settings import advise_job
 from hpcrun.tuning.registry.device_names import parse_device_list
+from hpcrun.typed_json import WrongValue, parse_typed
 
 _MESSAGE_PREFIX = "preflight: "
 _MAX_FAILED_IN_A_ROW = 3
 _NODE_OWN_CHECKS = ("space", "write", "leftovers", "sums", "gpu", "nic")
 """Of one node alone nobody can compare: these are its own trouble all the same."""
 
-NodeCheckResult = tuple[str, CheckResult]
+NodeFinding = tuple[str, Finding]
 """A node, and what was found there."""
 
 
@@ -42,51 +45,53 @@ class PreflightResult:
     nodes: tuple[str, ...]
     """Those that were looked at."""
     seconds: float
-    found: tuple[NodeCheckResult, ...] = ()
+    found: tuple[NodeFinding, ...] = ()
     """All that is not well, node by node."""
 
     @property
-    def refused(self) -> dict[str, list[CheckResult]]:
+    def refused(self) -> dict[str, list[Finding]]:
         """The nodes that are left out, with the checks that failed."""
-        failed: dict[str, list[CheckResult]] = {}
+        failed: dict[str, list[Finding]] = {}
         for node, one in self.found:
-            if one.verdict == "fail":
+            if one.severity == "error":
                 failed.setdefault(node, []).append(one)
         return failed
 
     @property
-    def blamed(self) -> list[NodeCheckResult]:
+    def blamed(self) -> list[NodeFinding]:
         """Failures that are a node's own: not those that all nodes have, nor those of what nodes share."""
-        failed = [(node, one) for node, one in self.found if one.verdict == "fail"]
+        failed = [(node, one) for node, one in self.found if one.severity == "error"]
         where: dict[str, set[str]] = {}
         for node, one in failed:
             where.setdefault(one.check, set()).add(node)
         if len(self.nodes) < 2:
-            return [(node, one) for node, one in failed if one.check in _NODE_OWN_CHECKS and not one.common]
+            return [
+                (node, one) for node, one in failed if one.check in _NODE_OWN_CHECKS and not one.is_shared
+            ]
         return [(node, one) for node, one in failed if len(where[one.check]) < len(self.nodes)]
 
     def notes(self, *, warnings: bool = True) -> Iterator[str]:
         """Lines for the person, the same words of several nodes in one."""
         said: dict[str, list[str]] = {}
         for node, one in self.found:
-            if one.verdict == "fail" or (warnings and one.verdict == "warn"):
-                out = "; the node is left out" if one.verdict == "fail" else ""
-                said.setdefault(f"{one}{out}", []).append(node)
+            if one.severity == "error" or (warnings and one.severity == "warning"):
+                out = "; the node is left out" if one.severity == "error" else ""
+                said.setdefault(f"{one.check}: {one}{out}", []).append(node)
         for text, nodes in said.items():
             yield f"{_MESSAGE_PREFIX}{fold_hosts(nodes)}: {text}"
 
     def as_event(self) -> PreflightEvent:
         """As it stands in the run's events."""
-        found = tuple(
-            PreflightFinding(node, one.check, one.verdict, one.text, one.common) for node, one in self.found
-        )
+        found = tuple(replace(finding, where=node) for node, finding in self.found)
         return PreflightEvent(len(self.nodes), round(self.seconds, 3), found, tuple(sorted(self.refused)))
 
     def node_faults(self, attempt: Attempt, job: int, now: float) -> list[NodeFault]:
         """What is to be remembered against nodes, for the jobs that come after."""
         log, number = str(attempt.run.events), attempt.number
         return [
-            NodeFault(node, now, "preflight", attempt.run.id, number, str(one), log, one.check, job)
+            NodeFault(
+                node, now, "preflight", attempt.run.id, number, f"{one.check}: {one}", log, one.check, job
+            )
             for node, one in self.blamed
         ]
 
@@ -155,18 +160,24 @@ def evaluate_preflight(
     received: float,
 ) -> PreflightResult:
     """The answers of the nodes that live; one that gives none is unknown, and stays."""
-    found: list[NodeCheckResult] = []
+    found: list[NodeFinding] = []
     for node in alive:
         said = answers.get(node)
         if said is None:
-            found.append((node, CheckResult("preflight", "unknown", "the node gave no answer in time")))
+            found.append((node, Finding("unknown", "preflight", "", "the node gave no answer in time")))
             continue
-        told = [parse_check_result(one) for one in said.get("checks", ())]
-        found += [(node, one) for one in told if one is not None and one.verdict != "ok"]
+        found += [(node, finding) for finding in _parse_findings(said.get("checks", ()))]
         if "clock" in ask.checks:
             clock = judge_clock(sent, received, float(said["time"]), float(said["seconds"]))
-            found += [(node, clock)] if clock.verdict != "ok" else []
+            found += [(node, finding) for finding in clock]
     return PreflightResult(tuple(alive), received - sent, tuple(found))
+
+
+def _parse_findings(values: Iterable[Any]) -> Iterator[Finding]:
+    """The findings in a node's answer; what is none is left out."""
+    for value in values:
+        with contextlib.suppress(WrongValue):
+            yield parse_typed(Finding, value)
 
 
 def preflight_failure_outcome(
@@ -185,7 +196,7 @@ def preflight_failure_outcome(
     gone = [one.node for one in lost]
     for node, checks in admission.refused.items():
         for one in checks:
-            failed.setdefault(str(one), []).append(node)
+            failed.setdefault(f"{one.check}: {one}", []).append(node)
     why = "; ".join(f"{fold_hosts(nodes)}: {text}" for text, nodes in failed.items())
     names = ", ".join(dict.fromkeys(one.check for checks in admission.refused.values() for one in checks))
     wanted = "1 node is" if needed == 1 else f"{needed} nodes are"

@@ -11,6 +11,7 @@ from pathlib import Path
 from shutil import which
 
 from hpcrun.errors import SpecProblem, UsageError
+from hpcrun.finding import Finding
 from hpcrun.slurm.batch_options import (
     FIXED_OPTIONS,
     BatchOption,
@@ -254,7 +255,7 @@ def check_template(
     template: BatchTemplate,
     cluster: ClusterSpec | None = None,
     slurm_version: str | None = None,
-) -> list[SpecProblem]:
+) -> list[Finding]:
     """Everything in which a template breaks its contract, with file and line; empty when it holds."""
     try:
         layers = library.chain(template)
@@ -274,9 +275,12 @@ def check_template(
             text = render_script(library, template, context)
             problems += check_rendered_script(library, template, context, text)
     except UsageError as error:
-        return [SpecProblem("", str(error))]
+        return [Finding("error", "contract", "", str(error))]
     problems += _check_with_sbatch(library, template, text)
-    return list(dict.fromkeys(problems))
+    return [
+        Finding("error", "contract", problem.key, problem.text, where=problem.where)
+        for problem in dict.fromkeys(problems)
+    ]
 
 
 def check_rendered_script(

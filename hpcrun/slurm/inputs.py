@@ -15,9 +15,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from hpcrun.errors import UsageError
+from hpcrun.finding import Finding
 from hpcrun.slurm.client import cluster_from_environment
 from hpcrun.slurm.directives import find_partition_spec
-from hpcrun.slurm.precheck import PrecheckFinding
+from hpcrun.slurm.precheck import make_refusal
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.resources import ResourcesSpec
@@ -123,7 +124,7 @@ class SbatchInputs:
     by_key: Mapping[str, str] = field(default_factory=dict)
     """Which of them has said a key under `resources`."""
     notes: tuple[str, ...] = ()
-    findings: tuple[PrecheckFinding, ...] = ()
+    findings: tuple[Finding, ...] = ()
     """What contradicts the job or the profile."""
 
 
@@ -155,7 +156,7 @@ class _SbatchInputReader:
         self._sbatch: dict[str, Any] = {}
         self._slurm_cluster: str | None = None
         self._notes: list[str] = []
-        self._findings: list[PrecheckFinding] = []
+        self._findings: list[Finding] = []
 
     def result(self) -> SbatchInputs:
         resources = dict(self._resources)
@@ -189,7 +190,7 @@ class _SbatchInputReader:
         elif said != value:
             text = f"the profile {self._cluster.name if self._cluster else ''} is of the cluster {said}"
             self._findings.append(
-                PrecheckFinding(
+                make_refusal(
                     "cluster", f"{text}, but {name} is {value}; unset {name}, or name another profile"
                 )
             )
@@ -301,7 +302,7 @@ class _SbatchInputReader:
         return count // asked.all_nodes
 
     def _refuse(self, key: str, text: str) -> None:
-        self._findings.append(PrecheckFinding(f"resources.{key}", text))
+        self._findings.append(make_refusal(f"resources.{key}", text))
 
 
 def _conflict_message(name: str, value: str, said: Any, whose: str, instead: str = "") -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrun.finding import Finding, count_severities
 from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.local_identity import expand_path
 from hpcrun.slurm.cluster_state import LiveCluster
@@ -27,13 +28,14 @@ _FILES_OF_A_RUN, _FILES_OF_A_RANK = 20, 4
 _FEATURE = re.compile(r"[A-Za-z_][\w.:-]*")
 
 
-@dataclass(frozen=True)
-class PrecheckFinding:
-    """Something that a person should know: with `refuse` the job cannot run as it was asked for."""
+def make_refusal(key: str, text: str) -> Finding:
+    """The job cannot run as it was asked for."""
+    return Finding("error", "request", key, text)
 
-    key: str
-    text: str
-    refuse: bool = True
+
+def make_precheck_warning(key: str, text: str) -> Finding:
+    """The person should know it."""
+    return Finding("warning", "request", key, text)
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,7 @@ def _live_partition(name: str, live: LiveCluster | None) -> Partition | None:
     return next((one for one in live.partitions if one.name == name), None) if live else None
 
 
-def check_partition_fit(
-    job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None
-) -> list[PrecheckFinding]:
+def check_partition_fit(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> list[Finding]:
     """Whether the job fits a partition, as far as the live Slurm and the profile tell.
 
     Several partitions may be named; the job fits when one of them takes it. A QOS or a reservation may lift
@@ -95,7 +95,7 @@ def check_partition_fit(
         known = {node.name for node in live.nodes}
         gone = [node for node in expand_hosts(job.resources.nodelist) if node not in known]
         found += (
-            [PrecheckFinding("resources.nodelist", f"{fold_hosts(gone)}: no such node here")] if gone else []
+            [make_refusal("resources.nodelist", f"{fold_hosts(gone)}: no such node here")] if gone else []
         )
     if not schedules_memory(job, cluster, live):
         job = job.model_copy(update={"resources": job.resources.model_copy(update={"mem": None})})
@@ -110,13 +110,11 @@ def check_partition_fit(
                 *_check_node_sizes(job, limits, requested_gpus_per_node(job, cluster)),
             ]
         )
-    fits = [verdict for verdict in verdicts if not any(one.refuse for one in verdict)]
+    fits = [verdict for verdict in verdicts if not count_severities(verdict)["error"]]
     return found + (fits or verdicts or [[]])[0]
 
 
-def check_gpus(
-    job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None
-) -> Iterator[PrecheckFinding]:
+def check_gpus(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> Iterator[Finding]:
     """Whether GPUs are asked for in a way that this Slurm takes, and that gives every node its own."""
     count, style = requested_gpus_per_node(job, cluster), cluster.gpus if cluster else GpuSpec()
     if not count or style.request == "none":
@@ -128,22 +126,20 @@ def check_gpus(
     select = live.config.values.get("SelectType", "") if live else ""
     if select and style.request in GPU_FAMILY and not accepts_gpu_options(select):
         text = f"{where} asks with --{style.request}, and this Slurm ({select}) takes --gres alone"
-        yield PrecheckFinding(key, f"{text}; set gpus.request: gres in a profile")
+        yield make_refusal(key, f"{text}; set gpus.request: gres in a profile")
     nodes = job.resources.all_nodes
     if style.request == "gpus" and nodes > 1 and not _is_exclusive(job, cluster):
         text = f"{where} asks with --gpus, and Slurm may share the {count * nodes} out unevenly among {nodes}"
         text += " nodes; use gpus-per-node or gres there, or exclusive nodes"
-        yield PrecheckFinding(key, text, refuse=False)
+        yield make_precheck_warning(key, text)
     if style.request == "gpus-per-task" and style.bind != "none" and job.ranks_per_node > 1:
         text = f"{where} asks with --gpus-per-task, so ranks do not see the GPUs of their neighbours"
-        yield PrecheckFinding(
-            key, f"{text}, and NCCL may fall back to slow paths; set gpus.bind: none", refuse=False
-        )
+        yield make_precheck_warning(key, f"{text}, and NCCL may fall back to slow paths; set gpus.bind: none")
     kind = find_partition_spec(job, cluster).gpu_type if style.typed else None
     there = {node.gpu_type for node in live.nodes if node.gpu_type} if live else set()
     if kind and there and kind.lower() not in {one.lower() for one in there}:
         text = f"{where} asks for GPUs of type {kind}, Slurm knows {', '.join(sorted(there))}"
-        yield PrecheckFinding(key, f"{text}; correct gpu_type there")
+        yield make_refusal(key, f"{text}; correct gpu_type there")
 
 
 def _is_exclusive(job: JobSpec, cluster: ClusterSpec | None) -> bool:
@@ -160,7 +156,7 @@ def schedules_memory(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluste
 
 def _requested_partitions(
     job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None
-) -> tuple[list[str], list[PrecheckFinding]]:
+) -> tuple[list[str], list[Finding]]:
     """The partitions that the job may come into, and what is wrong with their names."""
     asked = job.resources.partition or (cluster.default_partition if cluster else None)
     there = [one.name for one in live.partitions] if live else list(cluster.partitions) if cluster else []
@@ -170,57 +166,54 @@ def _requested_partitions(
     absent = [name for name in names if name not in there] if there else []
     text = "{} is no partition of {}; there are: {}"
     where = "this cluster" if live else f"the profile {cluster.name if cluster else ''}"
-    findings = [
-        PrecheckFinding(
-            "resources.partition", text.format(name, where, ", ".join(there)), refuse=live is not None
-        )
-        for name in absent
-    ]
+    make = make_precheck_warning if live is None else make_refusal
+    findings = [make("resources.partition", text.format(name, where, ", ".join(there))) for name in absent]
     return [name for name in names if name not in absent], findings
 
 
-def _check_policy(job: JobSpec, limits: _PartitionLimits, *, refuse: bool) -> Iterator[PrecheckFinding]:
+def _check_policy(job: JobSpec, limits: _PartitionLimits, *, refuse: bool) -> Iterator[Finding]:
     """What a policy of the partition forbids."""
     asked, where = job.resources, f"partition {limits.name}"
+    make = make_refusal if refuse else make_precheck_warning
     if asked.time is not None:
         seconds = parse_time(asked.time).seconds
         if seconds > limits.max_time_s:
             text = f"{asked.time} is more than {where} allows ({render_time(limits.max_time_s)})"
-            yield PrecheckFinding("resources.time", f"{text}; ask for less or for another partition", refuse)
+            yield make("resources.time", f"{text}; ask for less or for another partition")
     elif limits.default_time_s is not None and not math.isinf(limits.default_time_s):
         text = f"is not given, so {where} gives {render_time(limits.default_time_s)}"
-        yield PrecheckFinding("resources.time", text, refuse=False)
+        yield make_precheck_warning("resources.time", text)
         what = f"the {render_time(limits.default_time_s)} of {where}"
         for one in check_times_within(limits.default_time_s, what, job.retry, job.watch, job.checkpoint):
-            yield PrecheckFinding(one.key, one.text)
+            yield make_refusal(one.key, one.text)
     if limits.max_nodes < asked.all_nodes <= limits.total_nodes:
         text = f"{asked.all_nodes} is more than {where} allows ({limits.max_nodes:.0f})"
-        yield PrecheckFinding("resources.nodes", f"{text}; ask for fewer or for another partition", refuse)
+        yield make("resources.nodes", f"{text}; ask for fewer or for another partition")
     memory = parse_memory(asked.mem) if asked.mem else 0
     if memory > limits.max_memory_mib:
         text = f"{asked.mem} is more than {where} allows a node ({render_memory(int(limits.max_memory_mib))})"
-        yield PrecheckFinding("resources.mem", f"{text}; ask for less", refuse)
+        yield make("resources.mem", f"{text}; ask for less")
     if limits.state not in ("", "unknown", "UP"):
         text = f"{where} is {limits.state} now: the job waits until an administrator changes that"
-        yield PrecheckFinding("resources.partition", text, refuse=False)
+        yield make_precheck_warning("resources.partition", text)
 
 
-def _check_node_sizes(job: JobSpec, limits: _PartitionLimits, gpus: int) -> Iterator[PrecheckFinding]:
+def _check_node_sizes(job: JobSpec, limits: _PartitionLimits, gpus: int) -> Iterator[Finding]:
     """What the partition's nodes cannot give: such a job would wait for ever."""
     asked, where = job.resources, f"partition {limits.name}"
     if asked.all_nodes > limits.total_nodes:
         text = f"{asked.all_nodes} can never start: {where} has {limits.total_nodes:.0f}"
-        yield PrecheckFinding("resources.nodes", f"{text}; ask for fewer")
+        yield make_refusal("resources.nodes", f"{text}; ask for fewer")
         return
     cpus = job.ranks_per_node * (asked.cpus_per_rank or 1)
     if not limits.nodes:
         if limits.cpus is not None and cpus > limits.cpus:
-            yield PrecheckFinding(
+            yield make_refusal(
                 "resources.cpus_per_rank", _never_starts_message(f"{cpus} CPUs a node", where, limits.cpus)
             )
         if limits.gpus is not None and gpus > limits.gpus:
             text = _never_starts_message(f"{gpus} GPUs a node", where, limits.gpus)
-            yield PrecheckFinding("resources.gpus_per_node", text)
+            yield make_refusal("resources.gpus_per_node", text)
         return
     yield from _unfit_nodes(job, limits, cpus, gpus)
 
@@ -229,7 +222,7 @@ def _never_starts_message(what: str, where: str, most: object) -> str:
     return f"{what} can never start: the nodes of {where} have {most}"
 
 
-def _unfit_nodes(job: JobSpec, limits: _PartitionLimits, cpus: int, gpus: int) -> Iterator[PrecheckFinding]:
+def _unfit_nodes(job: JobSpec, limits: _PartitionLimits, cpus: int, gpus: int) -> Iterator[Finding]:
     """Sort out the nodes that cannot take the job, need by need; the need that leaves too few is told."""
     asked, left = job.resources, list(limits.nodes)
     memory = parse_memory(asked.mem) if asked.mem else 0
@@ -259,7 +252,7 @@ def _unfit_nodes(job: JobSpec, limits: _PartitionLimits, cpus: int, gpus: int) -
     for key, what, fits, shown in needs:
         fitting = [node for node in left if fits(node)]
         if len(fitting) < asked.all_nodes:
-            yield PrecheckFinding(
+            yield make_refusal(
                 f"resources.{key}",
                 _too_few_nodes(asked.all_nodes, key, what, limits.name, left, fitting, shown),
             )
@@ -268,8 +261,8 @@ def _unfit_nodes(job: JobSpec, limits: _PartitionLimits, cpus: int, gpus: int) -
     usable = [node for node in left if node.state.usable is not False]
     if len(usable) < asked.all_nodes:
         text = f"{asked.all_nodes} must wait: of the {len(left)} nodes that could take the job"
-        yield PrecheckFinding(
-            "resources.nodes", f"{text} in partition {limits.name} only {len(usable)} are up", refuse=False
+        yield make_precheck_warning(
+            "resources.nodes", f"{text} in partition {limits.name} only {len(usable)} are up"
         )
 
 
@@ -305,14 +298,14 @@ def _has_features(node: NodeRecord, constraint: str) -> bool:
     return all(has) if re.fullmatch(r"[\w.:&,-]*", constraint) else any(has)
 
 
-def check_run_root_visibility(root: Path, cluster: ClusterSpec | None, mounts: str) -> list[PrecheckFinding]:
+def check_run_root_visibility(root: Path, cluster: ClusterSpec | None, mounts: str) -> list[Finding]:
     """Whether compute nodes will see run directories under `root`; `mounts` is the text of /proc/mounts."""
     if cluster is not None:
         allowed = [Path(expand_profile_path(one)) for one in cluster.log_roots]
         if allowed and not any(_is_under(root, place) for place in allowed):
             there = ", ".join(map(str, allowed))
             text = f"{root}: the profile {cluster.name} allows run directories under {there} only"
-            return [PrecheckFinding("", f"{text}; set HPCRUN_ROOT to a place there")]
+            return [make_refusal("", f"{text}; set HPCRUN_ROOT to a place there")]
         systems = [(Path(expand_profile_path(one.path)), one) for one in cluster.file_systems.values()]
         holding = [(place, one) for place, one in systems if _is_under(root, place)]
         if holding:
@@ -320,7 +313,7 @@ def check_run_root_visibility(root: Path, cluster: ClusterSpec | None, mounts: s
             if system.shared:
                 return []
             text = f"{root}: is on {place}, which every node has for itself"
-            return [PrecheckFinding("", f"{text}; set HPCRUN_ROOT to a shared file system")]
+            return [make_refusal("", f"{text}; set HPCRUN_ROOT to a shared file system")]
         if allowed:
             return []
     kind = file_system_type(root, mounts)
@@ -329,7 +322,7 @@ def check_run_root_visibility(root: Path, cluster: ClusterSpec | None, mounts: s
         return []
     found = f"under {own}" if own else f"on a {kind}"
     text = f"{root}: is {found}, which compute nodes seldom share; if they do not, the job cannot start"
-    return [PrecheckFinding("", f"{text} (HPCRUN_ROOT chooses another place)", refuse=False)]
+    return [make_precheck_warning("", f"{text} (HPCRUN_ROOT chooses another place)")]
 
 
 def _is_under(path: Path, place: Path) -> bool:
@@ -358,18 +351,18 @@ def file_system_type(path: Path, mounts: str) -> str:
 
 def check_free_space(
     place: Path, found: os.statvfs_result, need_bytes: int, ranks: int, runs: int
-) -> list[PrecheckFinding]:
+) -> list[Finding]:
     """Whether saves and files of `runs` runs fit where `found` was measured; a file system may not know."""
     free, findings = found.f_bavail * found.f_frsize, []
     if found.f_blocks and free < need_bytes:
         text = f"{place}: {render_bytes(free)} are free, but the saves need {render_bytes(need_bytes)}"
         findings.append(
-            PrecheckFinding("", f"{text}; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep")
+            make_refusal("", f"{text}; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep")
         )
     files = runs * (_FILES_OF_A_RUN + _FILES_OF_A_RANK * ranks)
     if found.f_files and found.f_favail < files:
         text = f"{place}: {found.f_favail} more files are possible, but about {files} are needed"
-        findings.append(PrecheckFinding("", f"{text}; remove some, or set HPCRUN_ROOT to another place"))
+        findings.append(make_refusal("", f"{text}; remove some, or set HPCRUN_ROOT to another place"))
     return findings
 
 

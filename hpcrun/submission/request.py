@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,17 +15,19 @@ from hpcrun import process
 from hpcrun.checkpoint.policy.capacity import format_storage_refusal, plan_save_storage_in_time
 from hpcrun.errors import HpcrunError, SiteError, SpecError, SpecProblem, UsageError
 from hpcrun.fabric.domains import failure_domains
+from hpcrun.finding import Finding
 from hpcrun.runs.run_state import read_element_states, read_run_states
 from hpcrun.slurm.arrays import DEFAULT_ARRAY_SIZE, ArrayChunk, split_into_arrays
 from hpcrun.slurm.cluster_state import LiveCluster, query_cluster
 from hpcrun.slurm.inputs import SbatchInputs, read_sbatch_inputs
 from hpcrun.slurm.precheck import (
-    PrecheckFinding,
     check_gpus,
     check_partition_fit,
     check_run_root_visibility,
     exceeded_quota_lines,
     expand_profile_path,
+    make_precheck_warning,
+    make_refusal,
     schedules_memory,
 )
 from hpcrun.slurm.script_context import ScriptContext
@@ -210,8 +212,8 @@ class PreparedSubmission:
                 self.spec_with_exclusions, run, self.cluster, self.version, dependency, self.leaves
             )
         except SpecError as error:
-            problems = [self.placed(PrecheckFinding(one.key, one.text)) for one in error.problems]
-            raise SpecError(problems) from None
+            problems = [self.placed(make_refusal(one.key, one.text)) for one in error.problems]
+            raise refuse_submission(problems) from None
         for text in notes:
             self.note(text)
         return without_uncounted_memory(context, self.resolved.spec, self.cluster, self.live, self.note)
@@ -249,13 +251,16 @@ class PreparedSubmission:
         """The job itself or, of a sweep, every element."""
         return self.resolved.elements or (self.resolved,)
 
-    def placed(self, finding: PrecheckFinding) -> SpecProblem:
+    def placed(self, finding: Finding) -> Finding:
         """A finding with the file and line of its key."""
-        where = self.resolved.document.where(finding.key) if finding.key else ""
-        return SpecProblem(finding.key, finding.text, where)
+        where = self.resolved.document.where(finding.subject) if finding.subject else ""
+        return replace(finding, where=where)
 
-    def findings(self) -> list[PrecheckFinding]:
-        """All that a look at the job's files, the cluster and the place of the run shows."""
+    def findings(self) -> list[Finding]:
+        """All that a look at the job's files, the cluster and the place of the run shows, with its line."""
+        return [self.placed(finding) for finding in self._findings()]
+
+    def _findings(self) -> list[Finding]:
         spec = self.resolved.spec
         found = [*_find_missing_inputs(self.jobs()), *(self._room() or self._saves())]
         if self.is_local:
@@ -270,24 +275,22 @@ class PreparedSubmission:
         fabric = self.network.fabric
         levels = failure_domains(fabric, fabric.nodes) if fabric.levels else None
         found += [
-            PrecheckFinding(one.key, one.text)
+            make_refusal(one.key, one.text)
             for one in find_launch_problems(spec, self.cluster, runtime, levels)
         ]
         return [*found, *self._python(), *self._quota()]
 
-    def _python(self) -> Iterator[PrecheckFinding]:
+    def _python(self) -> Iterator[Finding]:
         """What is seen from here of the interpreter on the compute nodes, which may differ there."""
         python = job_python(self.resolved.spec, self.cluster)
         if not os.access(python, os.X_OK):
             text = f"{python} is not on this machine; it has to be on the compute nodes"
-            yield PrecheckFinding("python", text, refuse=False)
+            yield make_precheck_warning("python", text)
         elif python == sys.executable:
             for why in why_not_launchable_here(self.cluster):
-                yield PrecheckFinding(
-                    "python", f"{why} (if it is the same on the compute nodes)", refuse=False
-                )
+                yield make_precheck_warning("python", f"{why} (if it is the same on the compute nodes)")
 
-    def _room(self) -> list[PrecheckFinding]:
+    def _room(self) -> list[Finding]:
         """Whether the files of the run, or of all elements, have room where they are written."""
         jobs = self.jobs()
         need = sum(
@@ -297,10 +300,10 @@ class PreparedSubmission:
         try:
             check_run_root(self.place, is_new=is_new, need_bytes=need, ranks=ranks, runs=len(jobs))
         except (UsageError, SiteError) as error:
-            return [PrecheckFinding("", str(error))]
+            return [make_refusal("", str(error))]
         return []
 
-    def _saves(self) -> list[PrecheckFinding]:
+    def _saves(self) -> list[Finding]:
         """What the file system of the run knows besides: its quotas, and the room on each of its servers."""
         spec = self.resolved.spec
         held = len(resumable_checkpoints(self.resume.checkpoints)) if self.resume else 0
@@ -308,12 +311,12 @@ class PreparedSubmission:
         if told is None:
             return []
         if told.refusal is not None:
-            return [PrecheckFinding("", format_storage_refusal(self.place, told.refusal))]
+            return [make_refusal("", format_storage_refusal(self.place, told.refusal))]
         is_known = told.kind not in ("lustre", "unknown")
         texts = [] if is_known else [one.text for one in told.findings if one.level == "warning"]
-        return [PrecheckFinding("", f"saves in {self.place}: {text}", refuse=False) for text in texts]
+        return [make_precheck_warning("", f"saves in {self.place}: {text}") for text in texts]
 
-    def _quota(self) -> list[PrecheckFinding]:
+    def _quota(self) -> list[Finding]:
         """Limits that the profile's quota command shows as passed."""
         words = [expand_profile_path(word) for word in self.cluster.quota] if self.cluster else []
         if not words:
@@ -321,12 +324,17 @@ class PreparedSubmission:
         try:
             printed = process.run(words, timeout_s=_QUOTA_S).stdout
         except SiteError as error:
-            return [PrecheckFinding("", f"the quota is not known: {error}", refuse=False)]
+            return [make_precheck_warning("", f"the quota is not known: {error}")]
         text = "over the quota, so writing may fail: {} (`{}`)"
         return [
-            PrecheckFinding("", text.format(line, " ".join(words)), refuse=False)
+            make_precheck_warning("", text.format(line, " ".join(words)))
             for line in exceeded_quota_lines(printed)
         ]
+
+
+def refuse_submission(findings: Sequence[Finding]) -> SpecError:
+    """The error that names all findings for which a job is refused."""
+    return SpecError([SpecProblem(one.subject, one.message, one.where) for one in findings])
 
 
 def load_job_profile(spec: JobSpec) -> ClusterSpec | None:
@@ -336,13 +344,13 @@ def load_job_profile(spec: JobSpec) -> ClusterSpec | None:
     return find_cluster(None if spec.cluster == "default" else spec.cluster)
 
 
-def _find_env_conflicts(spec: JobSpec, inputs: SbatchInputs) -> Iterator[PrecheckFinding]:
+def _find_env_conflicts(spec: JobSpec, inputs: SbatchInputs) -> Iterator[Finding]:
     """What the caller's variables have said and other parts of the job contradict: it was sound before."""
     for one in find_plan_problems(spec) if inputs.resources else ():
         by = inputs.by_key.get(one.key.removeprefix("resources."))
         names = [by] if by else list(inputs.sources)
         told = ", ".join(f"{name} is {inputs.sources[name]}" for name in names)
-        yield PrecheckFinding(one.key, f"{one.text} ({told} in your environment)")
+        yield make_refusal(one.key, f"{one.text} ({told} in your environment)")
 
 
 def query_live_cluster(slurm_cluster: str | None, note: NoteCallback) -> LiveCluster | None:
@@ -358,7 +366,7 @@ def query_live_cluster(slurm_cluster: str | None, note: NoteCallback) -> LiveClu
 
 def check_job_fits_cluster(
     job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, place: Path
-) -> list[PrecheckFinding]:
+) -> list[Finding]:
     """Whether a job fits the cluster, and whether compute nodes see the place of its run."""
     found = [*check_partition_fit(job, cluster, live), *check_gpus(job, cluster, live)]
     with suppress(OSError):
@@ -411,9 +419,9 @@ def _load_job(request: SubmissionRequest, note: NoteCallback) -> ResolvedJob:
     return resolved
 
 
-def _find_missing_inputs(jobs: Sequence[ResolvedJob]) -> list[PrecheckFinding]:
+def _find_missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
     """What is wrong with the data, the weights and the secrets, each told once."""
-    found = [PrecheckFinding(one.key, one.text) for one in check_secret_files(jobs[0].spec.secrets)]
+    found = [make_refusal(one.key, one.text) for one in check_secret_files(jobs[0].spec.secrets)]
     if jobs[0].spec.command is not None:
         return found
     seen = set()
@@ -426,27 +434,27 @@ def _find_missing_inputs(jobs: Sequence[ResolvedJob]) -> list[PrecheckFinding]:
         try:
             prepare.check_job_inputs(job)
         except SpecError as error:
-            found += [PrecheckFinding(one.key, one.text) for one in error.problems]
+            found += [make_refusal(one.key, one.text) for one in error.problems]
     return found
 
 
-def _find_cluster_only_keys(spec: JobSpec) -> Iterator[PrecheckFinding]:
+def _find_cluster_only_keys(spec: JobSpec) -> Iterator[Finding]:
     """What only a cluster gives, of a job that would run here as a process in the background."""
     asked = spec.resources
     if asked.nodes > 1:
         text = f"{asked.nodes} nodes are asked for, but this would run on one machine, without Slurm; use 1"
-        yield PrecheckFinding("resources.nodes", text)
+        yield make_refusal("resources.nodes", text)
     if spec.container is not None:
         text = "this would run here, without Slurm, where no container is started; leave the section out"
-        yield PrecheckFinding("container", f"{text} (container=null)")
+        yield make_refusal("container", f"{text} (container=null)")
     if spec.modules:
-        yield PrecheckFinding("modules", "not loaded, because this runs here without Slurm", refuse=False)
+        yield make_precheck_warning("modules", "not loaded, because this runs here without Slurm")
     if asked.gpus_per_node and not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
         text = f"{asked.gpus_per_node} are asked for, but this machine shows none"
-        yield PrecheckFinding("resources.gpus_per_node", text, refuse=False)
+        yield make_precheck_warning("resources.gpus_per_node", text)
 
 
-def _find_missing_image(spec: JobSpec) -> list[PrecheckFinding]:
+def _find_missing_image(spec: JobSpec) -> list[Finding]:
     """An image that is named as a file and is not there; compute nodes may have it all the same."""
     image = spec.container.image if spec.container else ""
     is_file = image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))
@@ -454,4 +462,4 @@ def _find_missing_image(spec: JobSpec) -> list[PrecheckFinding]:
     if not is_file or "://" in image or os.path.exists(image):  # noqa: PTH110
         return []
     text = f"{image} is not on this machine; it has to be on the compute nodes"
-    return [PrecheckFinding("container.image", text, refuse=False)]
+    return [make_precheck_warning("container.image", text)]

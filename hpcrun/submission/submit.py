@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
-from hpcrun.errors import SiteError, SpecError, SpecProblem, UsageError
+from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import read_regular
+from hpcrun.finding import Finding
 from hpcrun.runs import run_lock
 from hpcrun.slurm.arrays import ArrayChunk
 from hpcrun.slurm.ids import JobId
@@ -44,7 +45,7 @@ from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import write_sweep
 from hpcrun.submission.dependencies import NoteCallback
-from hpcrun.submission.request import PreparedSubmission, SubmissionRequest
+from hpcrun.submission.request import PreparedSubmission, SubmissionRequest, refuse_submission
 from hpcrun.tuning.job_settings import preview_job_settings
 from hpcrun.units import parse_time
 
@@ -81,7 +82,7 @@ class DryRunResult:
     """What would be handed over, and what stands against it."""
 
     script: str
-    refused: tuple[SpecProblem, ...] = ()
+    refused: tuple[Finding, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for --json."""
@@ -104,9 +105,10 @@ def dry_run(
         () if job.is_local else preview_job_settings(job.resolved.spec, job.cluster, os.environ).everywhere
     ):
         detail(f"the ranks get {one}")
-    findings = [(job.placed(one), one.refuse) for one in job.findings()]
-    for problem, refuse in findings:
-        note(f"this would be refused: {problem}" if refuse else str(problem))
+    findings = job.findings()
+    refusals = tuple(finding for finding in findings if finding.severity == "error")
+    for finding in findings:
+        note(f"this would be refused: {finding}" if finding in refusals else str(finding))
     run = job.resume or RunDir(job.place / f"{job.resolved.spec.name}-dry-run")
     if job.is_local:
         note("it would run here, as a process in the background; this is the script that Slurm would get")
@@ -119,7 +121,7 @@ def dry_run(
         indices = [element - first.offset for element in first.elements]
         array = ArrayContext(indices=format_array_indices(indices, first.throttle), offset=first.offset)
     text = render_submission_script(job.library, job.template, job.context(run), run.submitit, array, note)
-    return DryRunResult(text, tuple(problem for problem, refuse in findings if refuse))
+    return DryRunResult(text, refusals)
 
 
 def submit_job(
@@ -131,11 +133,11 @@ def submit_job(
     """
     with _submission_lock(request.resume):
         job = PreparedSubmission(request, note, detail)
-        findings = [(job.placed(one), one.refuse) for one in job.findings()]
-        if any(refuse for _, refuse in findings):
-            raise SpecError([problem for problem, refuse in findings if refuse])
-        for problem, _ in findings:
-            note(str(problem))
+        findings = job.findings()
+        if refusals := [finding for finding in findings if finding.severity == "error"]:
+            raise refuse_submission(refusals)
+        for finding in findings:
+            note(str(finding))
         with _make_run_directory(job) as run:
             record = _record_provenance(job, run)
             if job.is_local:

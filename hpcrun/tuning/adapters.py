@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpcrun.fabric.ports import RdmaPort
+from hpcrun.finding import Finding
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.host.node_report import HostReport
 from hpcrun.tuning.registry.device_names import parse_device_list
 from hpcrun.tuning.registry.values import parse_c_integer

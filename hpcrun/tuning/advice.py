@@ -143,7 +143,7 @@ def _objection(one: CommSetting, nccl: Version | None) -> str:
     if forces_ll128(one.name, one.value, nccl):
         return FORCED_LL128_DANGER
     found = check_assignment(Assigned(one.name, one.value, "measured", one.source), nccl)
-    return "; ".join(fault.text for fault in found if fault.level == "error")
+    return "; ".join(fault.message for fault in found if fault.severity == "error")
 
 
 def _split_by_effect(

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from hpcrun.finding import Finding, sort_findings
 from hpcrun.specs.yaml import load_yaml
-from hpcrun.tuning.finding import Finding, sort_findings
 from hpcrun.tuning.log.line import strip_log_prefix
 from hpcrun.tuning.registry.registry import Version, format_version
 
@@ -124,7 +124,7 @@ def _check_pair(name: str, own: Version, other: str, theirs: tuple[Version, ...]
             yield Finding("unknown", "versions", subject, text)
         elif least is not None and _is_older(version, least):
             text = f"needs {other} {_shown(other, least)}, and this is {here} ({row.source})"
-            yield Finding("fault", "versions", subject, text, f"take a newer {other}, or an older {name}")
+            yield Finding("error", "versions", subject, text, f"take a newer {other}, or an older {name}")
         elif newest is not None and _is_older(newest, version):
             text = f"its release notes name {other} up to {_shown(other, newest)}, this is {here}"
             remedy = f"a newer {name} where something fails"

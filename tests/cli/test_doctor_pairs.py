@@ -38,7 +38,7 @@ def test_from_the_first_pairs_to_the_name_of_the_node(tmp_path: Path) -> None:
     files += [output(tmp_path, "n03", "n01", "331.00"), output(tmp_path, "n04", "n02", "118.00")]
     told = run("n[01-04]", *files, code=1).stdout
     assert told.startswith(
-        "fault      pair  n04: is slow: 120 GB/s with n03, 118 GB/s with n02; those reach 26"
+        "error    pair  n04: is slow: 120 GB/s with n03, 118 GB/s with n02; those reach 26"
     )
     assert "try next" not in told
 

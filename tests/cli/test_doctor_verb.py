@@ -41,7 +41,7 @@ def run(*arguments: str | Path, code: int = 0) -> Result:
 
 def parsed(result: Result) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(result.stdout)
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     return found
 
 
@@ -49,14 +49,14 @@ def test_a_captured_host(tmp_path: Path) -> None:
     root = lay_out("downtrained", tmp_path / "node")
     shown = run("--root", root, code=1).stdout
     assert "port       mlx5_0:1  ACTIVE, 400 Gb/s, Ethernet, GID 3\n" in shown
-    assert "fault      pci  mlx5_1: its PCIe link runs at x8, it could x16; reseat" in shown
+    assert "error    pci  mlx5_1: its PCIe link runs at x8, it could x16; reseat" in shown
     report = parsed(run("--root", root, "--json", code=1))
     assert (report["node"], report["gpus"], report["gid_index"]) == (
         "gpu-01",
         2,
         {"mlx5_0:1": 3, "mlx5_1:1": 3},
     )
-    assert [one["level"] for one in report["findings"]] == ["fault", "fault"]
+    assert [one["severity"] for one in report["findings"]] == ["error", "error"]
 
 
 def test_a_step_s_doctor_leaves_the_verdict_to_whoever_asked(tmp_path: Path) -> None:
@@ -72,14 +72,14 @@ def test_a_healthy_one_ends_with_0(tmp_path: Path) -> None:
 def test_this_node() -> None:
     report = parsed(CliRunner().invoke(app, ["--json"]))
     assert (report["node"], report["interfaces"] != []) == (os.uname().nodename, True)
-    assert {one["level"] for one in report["findings"]} <= {"fault", "warning", "note", "unknown"}
+    assert {one["severity"] for one in report["findings"]} <= {"error", "warning", "note", "unknown"}
 
 
 def test_the_profile_says_what_is_used(tmp_path: Path, no_profiles: Path) -> None:
     (no_profiles / "profiles").mkdir(parents=True)
     (no_profiles / "profiles" / "c.yaml").write_text("name: c\nnetwork: {hcas: [mlx5_0, mlx5_7]}\n")
     shown = run("--root", lay_out("roce-healthy", tmp_path / "node"), code=1).stdout
-    assert "fault      port  mlx5_7: the profile names it, this node has mlx5_0, mlx5_1;" in shown
+    assert "error    port  mlx5_7: the profile names it, this node has mlx5_0, mlx5_1;" in shown
     (no_profiles / "profiles" / "d.yaml").write_text("name: d\n")
     doubtful = run("--root", tmp_path / "node")
     assert "no profile: " in doubtful.stderr
@@ -100,11 +100,11 @@ def test_counters_before_and_after(tmp_path: Path) -> None:
     assert calm.stdout == f"gpu-01: of {taken['counters']} counters none has grown that speaks of trouble\n"
     look.write_text(json.dumps(json.loads(look.read_text()) | {"values": {}}))
     nothing = run("--root", before, "--since", look).stdout
-    assert nothing.startswith("unknown    counters  gpu-01: no counter is in both looks")
+    assert nothing.startswith("unknown  counters  gpu-01: no counter is in both looks")
     run("--root", before, "--counters", look)
     slow = lay_out("counters-slow-receiver", tmp_path / "after")
     assert (
-        "fault      slow receiver  ens1: tx_prio3_pause_duration +2170000"
+        "error    slow receiver  ens1: tx_prio3_pause_duration +2170000"
         in run("--root", slow, "--since", look, code=1).stdout
     )
     assert parsed(run("--root", slow, "--since", look, "--json", code=1))["growth"]["node"] == "gpu-01"
@@ -123,9 +123,7 @@ def test_reports_compared(tmp_path: Path) -> None:
     cases = {"n1": "roce-healthy", "n2": "slow-port", "n3": "roce-healthy"}
     files = [write_report(tmp_path / f"{node}.json", case, node, tmp_path) for node, case in cases.items()]
     shown = run("compare", *files, code=1).stdout
-    line = (
-        "fault      rate in Gb/s  n2: mlx5_1:1: rate in Gb/s is 100, on 2 other nodes 400; the odd one out\n"
-    )
+    line = "error    rate in Gb/s  n2: mlx5_1:1: rate in Gb/s is 100, on 2 other nodes 400; the odd one out\n"
     assert shown == line
     assert parsed(run("compare", *files, "--json", code=1))["compared"] == ["n1", "n2", "n3"]
     assert run("compare", files[0], files[2]).stdout == "2 nodes are alike\n"
@@ -169,9 +167,9 @@ def allocation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_all_nodes_of_an_allocation(allocation: Path) -> None:
     shown = run("--all", "--nccl-version", "2.21.5", code=1).stdout
     assert shown.startswith("3 of 4 nodes have answered\n")
-    assert "fault      report  n3: its doctor gave no report: `srun " in shown
-    assert "fault      rate in Gb/s  n2: mlx5_1:1: rate in Gb/s is 100, on 2 other nodes 400" in shown
-    assert "warning    n2  port  mlx5_1:1: runs at 100 Gb/s, its neighbours at 400" in shown
+    assert "error    report  n3: its doctor gave no report: `srun " in shown
+    assert "error    rate in Gb/s  n2: mlx5_1:1: rate in Gb/s is 100, on 2 other nodes 400" in shown
+    assert "warning  port  n2 mlx5_1:1: runs at 100 Gb/s, its neighbours at 400" in shown
     asked = (allocation / "asked").read_text().splitlines()
     assert len(asked) == 4
     assert all("--overlap" in line and line.endswith("--nccl-version 2.21.5") for line in asked)

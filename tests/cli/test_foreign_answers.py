@@ -95,4 +95,4 @@ def test_tools_of_lustre_and_of_the_driver_that_say_something_else() -> None:
         for parse in (parse_lfs_df, parse_getstripe, parse_lfs_project, parse_lfs_quota):
             with pytest.raises(LfsError):
                 parse(text)
-        assert [one.verdict for one in judge_gpus(parse_gpu_health(text), 8)] == ["unknown"]
+        assert [one.severity for one in judge_gpus(parse_gpu_health(text), 8)] == ["unknown"]

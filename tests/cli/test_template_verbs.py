@@ -49,7 +49,7 @@ def test_list_marks_what_is_hidden(site: Path) -> None:
     ]
     content = json.loads(run("list", "--json").stdout)
     taken = {row["name"]: row["origin"] for row in content["templates"] if row["taken"]}
-    assert (content["schema_version"], taken["train"], taken["array"]) == (1, "site", "shipped")
+    assert (content["schema_version"], taken["train"], taken["array"]) == (2, "site", "shipped")
 
 
 def test_show_a_template_its_layers_and_its_script(site: Path) -> None:
@@ -103,9 +103,9 @@ def test_check_says_what_is_wrong_and_exits_with_1(site: Path) -> None:
     path.write_text(SITE.replace("ulimit -l unlimited", "{{ nodez }}"))
     result = run("check", "train")
     assert result.exit_code == 1
-    assert result.stdout.startswith(f"{path}:4: 'nodez' is undefined; ")
+    assert result.stdout.startswith(f"error    contract  {path}:4: 'nodez' is undefined; ")
     content = json.loads(run("check", "train", "--json").stdout)
-    assert (content["ok"], len(content["problems"])) == (False, 1)
+    assert (content["ok"], len(content["findings"])) == (False, 1)
 
 
 def test_check_takes_a_path_and_a_profile(tmp_path: Path) -> None:
@@ -115,7 +115,10 @@ def test_check_takes_a_path_and_a_profile(tmp_path: Path) -> None:
     assert run("check", path).stdout == f"{path}: ok\n"
     result = run("check", path, "--profile", profile)
     assert result.exit_code == 1
-    assert result.stdout == "profile a setup: bash -n: line 2: syntax error: unexpected end of file\n"
+    assert (
+        result.stdout
+        == "error    contract  profile a setup: bash -n: line 2: syntax error: unexpected end of file\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -79,9 +79,9 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     result = call("lint", "--json", "--nccl-version", "2.27.5")
     found = json.loads(result.stdout)
     assert result.exit_code == EXIT_CHECK_FAILED
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     assert found["nccl"] == {"version": "2.27.5", "how": "--nccl-version", "others": []}
-    assert [(one["level"], one["name"], one["where"]) for one in found["findings"]] == [
+    assert [(one["severity"], one["subject"], one["where"]) for one in found["findings"]] == [
         ("error", "NCCL_BUFFSIZE", "shell")
     ]
     assert found["settings"]["NCCL_BUFFSIZE"] == {
@@ -270,7 +270,7 @@ def test_explanations_of_all_kinds(name: str, release: str, words: str) -> None:
     assert result.exit_code == 0
     assert words in result.stdout
     found = json.loads(call("explain", name, "--nccl-version", release, "--json").stdout)
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     assert found["variables"][0]["name"] == name
 
 

@@ -41,7 +41,7 @@ def printed(*words: str) -> dict[str, Any]:
     result = call(*words, "--json")
     assert result.exit_code == 0, result.exception
     content: dict[str, Any] = json.loads(result.stdout)
-    assert content["schema_version"] == 1
+    assert content["schema_version"] == 2
     return content
 
 

@@ -38,19 +38,19 @@ def test_what_numbers_ask_for() -> None:
         Xid("0000:3b:00", 31),
         Xid("0000:3b:00", 999),
     ]
-    told = [(one.verdict, one.text) for one in judge_xids(found)]
+    told = [(one.severity, str(one)) for one in judge_xids(found)]
     assert told == [
-        ("warn", "GPU at 0000:3b:00: Xid 48: somebody has to look"),
-        ("fail", "GPU at 0000:3b:00: Xid 79: the node needs a reboot"),
-        ("warn", "GPU at 0000:3b:00: Xid 999: no list knows this number"),
+        ("warning", "GPU at 0000:3b:00: Xid 48: somebody has to look"),
+        ("error", "GPU at 0000:3b:00: Xid 79: the node needs a reboot"),
+        ("warning", "GPU at 0000:3b:00: Xid 999: no list knows this number"),
     ]
 
 
 def test_a_site_has_the_last_word_on_a_number_and_the_driver_on_a_gpu() -> None:
     assert xid_action(79, {79: "ignore"}) == "ignore"
     assert judge_xids([LOST], {79: "ignore"}) == []
-    assert [one.verdict for one in judge_xids([Xid("a", 63)], {63: "reset"})] == ["fail"]
-    assert [one.verdict for one in judge_xids([LOST], is_asked=False)] == ["warn"]
+    assert [one.severity for one in judge_xids([Xid("a", 63)], {63: "reset"})] == ["error"]
+    assert [one.severity for one in judge_xids([LOST], is_asked=False)] == ["warning"]
 
 
 def test_a_site_s_list_reaches_the_probe(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_gpu_that_answers_may_still_have_told_the_kernel(
     assert seen == [LOST]
     asked = len((DATA / "gpus-old.csv").read_text().splitlines())
     assert "GPU at 0000:3b:00: Xid 79: the node needs a reboot" in [
-        one.text for one in check_gpu_health(asked, 5.0, seen) if one.verdict == "fail"
+        str(one) for one in check_gpu_health(asked, 5.0, seen) if one.severity == "error"
     ]
     tool(tmp_path, "dmesg", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1")
     assert read_recent_xids(5.0) == []

@@ -17,7 +17,7 @@ def test_a_node_with_a_full_disk_is_left_out_now_and_at_the_next_submission(desk
     assert records(run, "attempts/1/placement.json")[0]["nodes"] == ["n01", "n03"]
     event = next(line for line in read_json_lines(run.events) if line["event"] == "preflight")
     assert (event["nodes"], event["excluded"]) == (3, ["n02"])
-    failed = [(one["node"], one["check"]) for one in event["found"] if one["verdict"] == "fail"]
+    failed = [(one["where"], one["check"]) for one in event["found"] if one["severity"] == "error"]
     assert failed == [("n02", "space"), ("n02", "write")]
     shown = desk.hpcrun("fabric", "nodes").stdout
     assert shown.startswith("n02  score 1.50  avoided until 20"), shown

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.health.check_result import CheckResult
+from hpcrun.finding import Finding
 from hpcrun.health.lemon_nodes import NodeFault, load_node_faults, node_fault_file
 from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch import run_context as places
@@ -41,9 +41,9 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.supervised import LIMITS, PROGRAM, Recorder, Site
 
-FULL = {"check": "space", "verdict": "fail", "text": "/tmp: 0 MiB are free"}
-HOT = {"check": "site", "verdict": "warn", "text": "/etc/x: warm"}
-DEAF = {"check": "gpu", "verdict": "unknown", "text": "gave no answer within 6 s"}
+FULL = {"check": "space", "severity": "error", "subject": "/tmp", "text": "0 MiB are free"}
+HOT = {"check": "site", "severity": "warning", "subject": "/etc/x", "text": "warm"}
+DEAF = {"check": "gpu", "severity": "unknown", "subject": "", "text": "gave no answer within 6 s"}
 NODES = ("n01", "n02", "n03")
 JOB = Allocation(61, NODES, "61", is_batch=True)
 ALL = PreflightRequest(("space", "clock"))
@@ -61,12 +61,12 @@ def judged(answers: Answers, nodes: Sequence[str] = NODES, ask: PreflightRequest
 
 def test_only_an_explicit_failure_keeps_a_node_out() -> None:
     found = judged({"n01": said(HOT, DEAF), "n02": said(FULL, HOT)})
-    assert found.refused == {"n02": [CheckResult("space", "fail", "/tmp: 0 MiB are free")]}
-    assert [(node, one.check, one.verdict) for node, one in found.found] == [
-        ("n01", "site", "warn"),
+    assert found.refused == {"n02": [Finding("error", "space", "/tmp", "0 MiB are free")]}
+    assert [(node, one.check, one.severity) for node, one in found.found] == [
+        ("n01", "site", "warning"),
         ("n01", "gpu", "unknown"),
-        ("n02", "space", "fail"),
-        ("n02", "site", "warn"),
+        ("n02", "space", "error"),
+        ("n02", "site", "warning"),
         ("n03", "preflight", "unknown"),
     ]
     assert [*found.notes()] == [
@@ -77,13 +77,19 @@ def test_only_an_explicit_failure_keeps_a_node_out() -> None:
         "preflight: n02: space: /tmp: 0 MiB are free; the node is left out"
     ]
     event = found.as_event()
-    assert (event.nodes, event.excluded, event.found[1].node) == (3, ("n02",), "n01")
+    assert (event.nodes, event.excluded, event.found[1].where) == (3, ("n02",), "n01")
+
+
+def test_what_is_no_finding_is_left_out() -> None:
+    odds: list[Any] = [None, [], {}, {**FULL, "severity": "dead"}, {**FULL, "text": 3}, {**FULL, "more": 1}]
+    assert judged({node: said(*odds, HOT) for node in NODES}).found[0][1].check == "site"
+    assert len(judged({node: said(*odds) for node in NODES}).found) == 0
 
 
 def test_a_clock_that_is_far_off_is_told_and_can_be_left_out() -> None:
     answers = {node: said(time=100.1 + 10 * (node == "n02")) for node in NODES}
     (found,) = judged(answers).found
-    assert (found[0], found[1].check, found[1].verdict) == ("n02", "clock", "warn")
+    assert (found[0], found[1].check, found[1].severity) == ("n02", "clock", "warning")
     assert judged(answers, ask=PreflightRequest(("space",))).found == ()
 
 
@@ -93,7 +99,7 @@ def test_a_clock_that_is_far_off_is_told_and_can_be_left_out() -> None:
         ({"n01": said(FULL)}, ["n01"]),
         ({"n01": said(FULL), "n02": said(FULL), "n03": said()}, ["n01", "n02"]),
         ({node: said(FULL) for node in NODES}, []),
-        ({node: said({**FULL, "text": f"{node}: 0 MiB"}) for node in NODES}, []),
+        ({node: said({**FULL, "subject": node, "text": "0 MiB"}) for node in NODES}, []),
     ],
 )
 def test_what_all_nodes_have_is_no_node_s_fault(answers: Answers, blamed: list[str]) -> None:
@@ -101,7 +107,7 @@ def test_what_all_nodes_have_is_no_node_s_fault(answers: Answers, blamed: list[s
 
 
 def test_of_one_node_alone_only_its_own_trouble_is_its_fault() -> None:
-    common = {**FULL, "common": True}
+    common = {**FULL, "is_shared": True}
     assert judged({"n01": said(FULL)}, ["n01"]).blamed
     assert not judged({"n01": said(common)}, ["n01"]).blamed
     assert not judged({"n01": said({**FULL, "check": "interface"})}, ["n01"]).blamed
@@ -243,7 +249,8 @@ def test_without_preflight_nobody_is_asked(site: Site, requeues: Path) -> None:
 def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
     site: Site, requeues: Path
 ) -> None:
-    ill = {"n02": said(FULL), "n03": said({**FULL, "check": "nic", "text": "mlx5_0: port 1 is 1: DOWN"})}
+    port = {"check": "nic", "subject": "mlx5_0", "text": "port 1 is 1: DOWN"}
+    ill = {"n02": said(FULL), "n03": said({**FULL, **port})}
     outcome, observer = run(site, ill)
     assert (outcome.status, outcome.exit_code, outcome.attempt) == ("failed", 3, 1)
     assert outcome.message == (
@@ -269,7 +276,12 @@ def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
 
 
 def test_what_all_nodes_have_ends_the_run_and_blames_none(site: Site, requeues: Path) -> None:
-    missing = {"check": "interface", "verdict": "fail", "text": "ib0: there is no such network interface"}
+    missing = {
+        "check": "interface",
+        "severity": "error",
+        "subject": "ib0",
+        "text": "there is no such network interface",
+    }
     outcome, _ = run(site, {node: said(missing) for node in NODES})
     assert outcome.exit_code == 3
     assert "0 are left: n[01-03]: interface: ib0: there is no such network interface" in outcome.message

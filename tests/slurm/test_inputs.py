@@ -118,7 +118,7 @@ def test_what_contradicts_the_job_is_refused_with_both_values(
 ) -> None:
     found = read(environ, **resources)
     (finding,) = found.findings
-    assert finding.refuse
+    assert finding.severity == "error"
     assert "unset SBATCH_" in finding.text or "unset SLURM_" in finding.text
     assert "\n" not in finding.text
     for word in words:
@@ -156,7 +156,7 @@ def test_what_says_the_same_in_other_words_is_no_contradiction(
 def test_what_the_profile_says_counts_as_said(environ: dict[str, str], words: str) -> None:
     (finding,) = read(environ, PROFILE).findings
     assert words in finding.text
-    assert f"give {finding.key}=" in finding.text
+    assert f"give {finding.subject}=" in finding.text
 
 
 def test_the_profile_of_the_partition_that_is_asked_for_counts() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import SpecError
+from hpcrun.finding import Finding
 from hpcrun.slurm.cluster_state import LiveCluster, parse_cluster_answers
 from hpcrun.slurm.precheck import (
-    PrecheckFinding,
     check_free_space,
     check_gpus,
     check_partition_fit,
@@ -68,8 +68,12 @@ def job(*overrides: str, ranks: int | None = None) -> JobSpec:
     return parse_job(text, "job.yaml", overrides).spec
 
 
-def told(found: list[PrecheckFinding]) -> list[tuple[str, str, bool]]:
-    return [(one.key, one.text, one.refuse) for one in found]
+def is_refusal(finding: Finding) -> bool:
+    return finding.severity == "error"
+
+
+def told(found: list[Finding]) -> list[tuple[str, str, bool]]:
+    return [(one.subject, one.text, is_refusal(one)) for one in found]
 
 
 @pytest.mark.parametrize(
@@ -135,31 +139,33 @@ def test_what_cannot_be_is_refused(overrides: list[str], key: str, said: str, li
     found = check_partition_fit(
         job("resources.time=1h", *(f"resources.{one}" for one in overrides)), None, live
     )
-    refused = [one for one in found if one.refuse]
-    assert [one.key for one in refused] == [f"resources.{key}"]
+    refused = [one for one in found if is_refusal(one)]
+    assert [one.subject for one in refused] == [f"resources.{key}"]
     assert refused[0].text.startswith(said)
 
 
 def test_several_partitions_need_one_that_takes_the_job(live: LiveCluster) -> None:
     asked = job("resources.time=25h", "resources.partition=main,small")
-    assert [one.refuse for one in check_partition_fit(asked, None, live)] == [False], (
+    assert [is_refusal(one) for one in check_partition_fit(asked, None, live)] == [False], (
         "small is inactive, no more"
     )
     found = check_partition_fit(
         job("resources.time=25h", "resources.nodes=3", "resources.partition=main,small"), None, live
     )
-    assert [(one.key, one.refuse) for one in found] == [("resources.time", True)]
+    assert [(one.subject, is_refusal(one)) for one in found] == [("resources.time", True)]
     absent = check_partition_fit(job("resources.time=1h", "resources.partition=main,gone"), None, live)
-    assert [(one.key, one.refuse) for one in absent] == [("resources.partition", True)]
+    assert [(one.subject, is_refusal(one)) for one in absent] == [("resources.partition", True)]
 
 
 def test_a_qos_may_lift_limits_but_makes_no_nodes(live: LiveCluster) -> None:
     asked = ["resources.time=25h", "resources.qos=long"]
-    assert [one.refuse for one in check_partition_fit(job(*asked, "resources.nodes=7"), None, live)] == [
+    assert [is_refusal(one) for one in check_partition_fit(job(*asked, "resources.nodes=7"), None, live)] == [
         False
     ] * 3
     assert [
-        one.key for one in check_partition_fit(job(*asked, "resources.nodes=9"), None, live) if one.refuse
+        one.subject
+        for one in check_partition_fit(job(*asked, "resources.nodes=9"), None, live)
+        if is_refusal(one)
     ] == ["resources.nodes"]
 
 
@@ -200,7 +206,7 @@ def test_without_slurm_the_profile_is_asked(
     overrides: dict[str, Any], key: str, profile: ClusterSpec
 ) -> None:
     asked = [f"resources.{name}={value}" for name, value in ({"time": "1h"} | overrides).items()]
-    assert [(one.key, one.refuse) for one in check_partition_fit(job(*asked), profile, None)] == [
+    assert [(one.subject, is_refusal(one)) for one in check_partition_fit(job(*asked), profile, None)] == [
         (f"resources.{key}", True)
     ]
 
@@ -211,13 +217,13 @@ def test_a_profile_need_not_know_every_partition(profile: ClusterSpec) -> None:
         ("resources.partition", "other is no partition of the profile here; there are: main, debug", False)
     ]
     quick = check_partition_fit(job("resources.partition=debug", "resources.time=1h"), profile, None)
-    assert [one.refuse for one in quick] == [False], "its QOS may allow it"
+    assert [is_refusal(one) for one in quick] == [False], "its QOS may allow it"
 
 
 def test_the_profile_knows_how_many_gpus_a_job_gets(live: LiveCluster) -> None:
     greedy = parse_cluster("name: a\npartitions: {main: {default: true, gpus_per_node: 8}}", "p.yaml")
     found = check_partition_fit(job("resources.time=1h"), greedy, live)
-    assert [(one.key, one.refuse) for one in found] == [("resources.gpus_per_node", True)]
+    assert [(one.subject, is_refusal(one)) for one in found] == [("resources.gpus_per_node", True)]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +255,7 @@ def test_what_waits_longer_than_the_job_is_a_mistake_wherever_the_limit_comes_fr
         assert "is no less than resources.time 10m, so " in problem.text
     # Without a limit of its own the job gets its partition's, half an hour.
     spec = parse_job(f"{shared}{text}\n", "job.yaml").spec
-    late = {one.key: one.text for one in check_partition_fit(spec, None, live) if one.refuse}
+    late = {one.subject: one.text for one in check_partition_fit(spec, None, live) if is_refusal(one)}
     expected = {key} if "1h" in text or "2h" in text else set()
     assert set(late) == (expected if key else set())
     assert all("no less than the 00:30:00 of partition main, so " in one for one in late.values())
@@ -293,7 +299,7 @@ def test_the_file_system_of_a_place(place: str, kind: str) -> None:
 @pytest.mark.parametrize("place", ["/tmp/runs", "/dev/shm", "/run/me", "/home/me/ram disk"])
 def test_places_that_nodes_seldom_share_are_told(place: str) -> None:
     found = check_run_root_visibility(Path(place), None, MOUNTS)
-    assert [one.refuse for one in found] == [False]
+    assert [is_refusal(one) for one in found] == [False]
     assert "which compute nodes seldom share" in found[0].text
 
 
@@ -310,7 +316,7 @@ def test_a_profile_says_which_places_are_shared(monkeypatch: pytest.MonkeyPatch)
         == []
     )
     refused = check_run_root_visibility(Path("/scratch/local/runs"), systems, "")
-    assert refused[0].refuse
+    assert refused[0].severity == "error"
     assert "is on /scratch/local, which every node has for itself" in refused[0].text
 
 
@@ -319,7 +325,10 @@ def test_log_roots_are_binding(monkeypatch: pytest.MonkeyPatch) -> None:
     rooted = parse_cluster("name: a\nlog_roots: [/work/$USER]\n", "p.yaml")
     assert check_run_root_visibility(Path("/work/me/runs"), rooted, MOUNTS) == []
     refused = check_run_root_visibility(Path("/work/you/runs"), rooted, MOUNTS)
-    assert (refused[0].refuse, "allows run directories under /work/me only" in refused[0].text) == (
+    assert (
+        refused[0].severity == "error",
+        "allows run directories under /work/me only" in refused[0].text,
+    ) == (
         True,
         True,
     )
@@ -330,7 +339,7 @@ def test_links_lead_to_the_same_place(tmp_path: Path) -> None:
     (tmp_path / "home").symlink_to(tmp_path / "real")
     rooted = parse_cluster(f"name: a\nlog_roots: ['{tmp_path}/home']\n", "p.yaml")
     assert check_run_root_visibility(tmp_path / "real" / "runs", rooted, "") == []
-    assert check_run_root_visibility(tmp_path / "other", rooted, "")[0].refuse
+    assert check_run_root_visibility(tmp_path / "other", rooted, "")[0].severity == "error"
 
 
 def room(free: int, files: int) -> os.statvfs_result:
@@ -389,4 +398,4 @@ def test_how_gpus_are_asked_for_is_looked_at(
     answers = {"partitions": PARTITIONS, "nodes": nodes, "config": f"SelectType = select/{select}\n"}
     job = JobSpec.model_validate({"command": ["true"], "resources": asked})
     found = list(check_gpus(job, parse_cluster(text, "here.yaml"), parse_cluster_answers(answers)))
-    assert [(words in one.text, one.refuse) for one in found] == ([(True, refuse)] if words else [])
+    assert [(words in one.text, is_refusal(one)) for one in found] == ([(True, refuse)] if words else [])

@@ -833,7 +833,7 @@ def test_what_the_job_needs_is_looked_for_before(slurm: Fake, tmp_path: Path, ru
     notes: list[str] = []
     shown = dry_run(ask(text), notes.append)
     assert shown.script.startswith("#!/bin/bash\n")
-    assert sorted(one.key for one in shown.refused) == ["data.text", "secrets.TOKEN"]
+    assert sorted(one.subject for one in shown.refused) == ["data.text", "secrets.TOKEN"]
     assert sum(note.startswith("this would be refused: job.yaml:") for note in notes) == 2
     assert script(ask()), "what is only told refuses nothing"
 

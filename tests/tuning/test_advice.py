@@ -129,7 +129,7 @@ def test_lint_has_nothing_against_the_advice(
     )
     for node in ("elsewhere", *found.by_node):
         layer = layer_from_environment(values(found) | found.of_node(node), "advice")
-        complaints = [str(one) for one in lint_layers([layer], nccl).findings if one.level != "note"]
+        complaints = [str(one) for one in lint_layers([layer], nccl).findings if one.severity != "note"]
         # An old NCCL has no other way, and the index was looked up at this very node.
         allowed = "NCCL_IB_GID_INDEX" in found.of_node(node)
         assert [one for one in complaints if not (allowed and "NCCL_IB_GID_INDEX" in one)] == []

@@ -26,20 +26,20 @@ def report(
 
 
 def found(one: DoctorReport) -> list[tuple[str, str, str]]:
-    return [(finding.level, finding.check, finding.subject) for finding in one.findings]
+    return [(finding.severity, finding.check, finding.subject) for finding in one.findings]
 
 
 CASES = {
     "pfc-off": [("warning", "pfc", "ens1"), ("warning", "pfc", "ens2")],
     "wrong-class": [("warning", "traffic class", "ens1"), ("warning", "traffic class", "ens2")],
-    "trust-pcp": [("fault", "trust", "ens1")],
-    "wrong-gid": [("fault", "gid", "mlx5_0:1"), ("fault", "gid", "mlx5_1:1")],
-    "ipv6-only": [("fault", "gid", "mlx5_0:1"), ("fault", "gid", "mlx5_1:1")],
-    "docker0": [("fault", "interface", "docker0")],
-    "downtrained": [("fault", "pci", "mlx5_0"), ("fault", "pci", "mlx5_1")],
+    "trust-pcp": [("error", "trust", "ens1")],
+    "wrong-gid": [("error", "gid", "mlx5_0:1"), ("error", "gid", "mlx5_1:1")],
+    "ipv6-only": [("error", "gid", "mlx5_0:1"), ("error", "gid", "mlx5_1:1")],
+    "docker0": [("error", "interface", "docker0")],
+    "downtrained": [("error", "pci", "mlx5_0"), ("error", "pci", "mlx5_1")],
     "small-limits": [
-        ("fault", "limits", "gpu-01"),
-        ("fault", "shm", "/dev/shm"),
+        ("error", "limits", "gpu-01"),
+        ("error", "shm", "/dev/shm"),
         ("warning", "shm", "/dev/shm"),
         ("note", "limits", "gpu-01"),
     ],
@@ -53,8 +53,8 @@ CASES = {
     "two-ports": [("warning", "rail", "mlx5_0")],
     "bonded": [("warning", "port", "mlx5_bond_0:1")],
     "virtual-machine": [("warning", "topology", "gpu-01"), ("unknown", "affinity", "GPU 0")],
-    "wrong-interface": [("fault", "interface", "gpu-01")],
-    "loopback": [("fault", "interface", "lo")],
+    "wrong-interface": [("error", "interface", "gpu-01")],
+    "loopback": [("error", "interface", "lo")],
     "odd-texts": [
         ("unknown", "port", "mlx5_0:1"),
         ("unknown", "limits", "gpu-09"),
@@ -82,7 +82,7 @@ def test_every_captured_host_is_a_case() -> None:
 
 def test_a_port_that_jobs_use_must_be_up_and_there(tmp_path: Path) -> None:
     one = report("link-down", tmp_path, hcas=["mlx5_0", "mlx5_1", "mlx5_7"])
-    assert found(one) == [("fault", "port", "mlx5_7"), ("fault", "port", "mlx5_1:1")]
+    assert found(one) == [("error", "port", "mlx5_7"), ("error", "port", "mlx5_1:1")]
     assert str(one.findings[1]) == (
         "mlx5_1:1: is DOWN, Disabled, and jobs are to use it; look at cable and switch port; until then leave"
         " the device out"
@@ -143,7 +143,7 @@ def test_what_sockets_take(tmp_path: Path) -> None:
     assert report("infiniband-healthy", tmp_path / "a").socket_interface == "ens1"
     assert report("roce-healthy", tmp_path / "b", interface="eth0").socket_interface == "eth0"
     missing = report("roce-healthy", tmp_path / "c", interface="ib0")
-    assert found(missing) == [("fault", "interface", "gpu-01")]
+    assert found(missing) == [("error", "interface", "gpu-01")]
     assert "network.interface is =ib0" in missing.findings[0].text
 
 
@@ -156,7 +156,7 @@ def test_shared_memory_of_others_and_of_the_living_is_let_be(tmp_path: Path) -> 
 def test_nothing_is_known_of_a_machine_that_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / "node").mkdir()
     findings = check_host(HostCheckInput(read_host_report(tmp_path / "node"), NetworkSpec()))
-    assert {one.level for one in findings} == {"unknown"}
+    assert {one.severity for one in findings} == {"unknown"}
     assert [one.check for one in findings] == ["interface", "limits", "shm"]
 
 
@@ -197,7 +197,7 @@ def test_a_slot_that_has_no_more_is_no_fault(tmp_path: Path) -> None:
         (root / f"sys/bus/pci/devices/0000:{slot}:02.0" / name).write_text(f"{text}\n")
     (one,) = examine_host(HostCheckInput(read_host_report(root), NetworkSpec())).findings
     assert str(one) == "mlx5_1: its PCIe link runs at x8 of x16: the slot has no more"
-    assert one.level == "note"
+    assert one.severity == "note"
 
 
 def test_adaptive_routing_on_a_level_that_nccl_does_not_use_is_told(tmp_path: Path) -> None:

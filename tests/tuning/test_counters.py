@@ -34,7 +34,7 @@ def grown(name: str, tmp_path: Path, seconds: float | None = SECONDS) -> Counter
 
 
 def found(one: CounterGrowth) -> list[tuple[str, str, str]]:
-    return [(finding.level, finding.check, finding.subject) for finding in diagnose_counters(one)]
+    return [(finding.severity, finding.check, finding.subject) for finding in diagnose_counters(one)]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def found(one: CounterGrowth) -> list[tuple[str, str, str]]:
         (
             "counters-slow-receiver",
             [
-                ("fault", "slow receiver", "ens1"),
+                ("error", "slow receiver", "ens1"),
                 ("warning", "discards", "ens1"),
                 ("note", "pci stall", "ens1"),
             ],
@@ -54,8 +54,8 @@ def found(one: CounterGrowth) -> list[tuple[str, str, str]]:
         (
             "counters-flap",
             [
-                ("fault", "link down", "mlx5_0:1"),
-                ("fault", "silence", "mlx5_0:1"),
+                ("error", "link down", "mlx5_0:1"),
+                ("error", "silence", "mlx5_0:1"),
                 ("unknown", "counters", "gpu-01"),
             ],
         ),

@@ -225,7 +225,7 @@ def test_files_that_cannot_be_read_are_told_in_one_line(tmp_path: Path) -> None:
 def test_a_configuration_file_is_read_as_nccl_reads_it() -> None:
     layer = parse_nccl_conf(read_user_file(DATA / "nccl-broken.conf"), "nccl.conf")
     told = {
-        (one.name, fault.level, fault.text.partition(";")[0])
+        (one.name, fault.severity, fault.text.partition(";")[0])
         for one in layer.settings
         for fault in one.faults
     }

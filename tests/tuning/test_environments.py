@@ -6,12 +6,13 @@ import ast
 import shlex
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
+from hpcrun.finding import Finding, Severity
 from hpcrun.specs.yaml import load_yaml
-from hpcrun.tuning.issue import ValueIssue
 from hpcrun.tuning.lint import conflicts, environment, lint
 from hpcrun.tuning.lint.demands import NETWORK_PLATFORMS
 from hpcrun.tuning.lint.environment import layer_from_environment, parse_nccl_conf
@@ -37,9 +38,9 @@ def test_a_public_environment_has_the_faults_that_are_proved(name: str) -> None:
     assert layer.notes == ()
     right = {variable: one["level"] for variable, one in BLOCKS[name]["right"].items()}
     found = lint.lint_layers([layer], None).findings
-    assert {one.name: one.level for one in found if one.level != "note"} == right
+    assert {one.subject: one.severity for one in found if one.severity != "note"} == right
     for version in RELEASES:
-        errors = [str(one) for one in lint.lint_layers([layer], version).findings if one.level == "error"]
+        errors = [str(one) for one in lint.lint_layers([layer], version).findings if one.severity == "error"]
         assert errors == []
     assert all(one["proof"] for one in BLOCKS[name]["right"].values())
 
@@ -51,7 +52,7 @@ def linted(row: dict[str, str]) -> list[str]:
     else:
         pairs = (word.partition("=") for word in _words(row["set"]))
         layer = layer_from_environment({name: value for name, _, value in pairs})
-    return [one.text for one in lint.lint_layers([layer], release).findings if one.level == "error"]
+    return [one.message for one in lint.lint_layers([layer], release).findings if one.severity == "error"]
 
 
 def _words(text: str) -> list[str]:
@@ -68,24 +69,24 @@ def _words(text: str) -> list[str]:
 def test_every_error_has_an_example_and_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each place in the source that makes an error, one example makes one, and something proves it."""
     made: set[tuple[str, int]] = set()
-    real = ValueIssue.__new__
+    real = Finding.__init__
 
-    def note_down(
-        cls: type[ValueIssue], level: str, text: str, instead: str | None = None, bare: str = ""
-    ) -> ValueIssue:
-        caller = sys._getframe(2)
-        if level == "error":
+    def note_down(finding: Finding, severity: Severity, *values: Any, **fields: Any) -> None:
+        caller: FrameType | None = sys._getframe(2)
+        while severity == "error" and caller is not None:
             made.add((Path(caller.f_code.co_filename).name, caller.f_lineno))
-        return real(cls, level, text, instead, bare)  # type: ignore[arg-type]
+            caller = caller.f_back if caller.f_code.co_name == "error" else None
+        real(finding, severity, *values, **fields)
 
-    monkeypatch.setattr(ValueIssue, "__new__", note_down)
+    monkeypatch.setattr(Finding, "__init__", note_down)
     for row in ERRORS:
         assert row["proof"]
         assert any(row["says"] in text for text in linted(row)), row
     for module in (conflicts, environment, nccl_grammar, lint, values):
         path = Path(module.__file__ or "")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "error":
+            name = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+            if isinstance(node, ast.Call) and name in ("make_error", "error"):
                 lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
                 has_example = any((path.name, line) in made for line in lines)
                 assert has_example, f"{path.name}:{node.lineno}: this error is in no row of errors.yaml"

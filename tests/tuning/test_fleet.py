@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hpcrun.errors import UsageError
+from hpcrun.finding import Finding
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.finding import Finding
 from hpcrun.tuning.host.checks import HostCheckInput
 from hpcrun.tuning.host.doctor_report import examine_host, parse_doctor_reports
 from hpcrun.tuning.host.fleet import compare_nodes
@@ -40,7 +40,7 @@ def healthy(tmp_path: Path) -> Reports:
 
 
 def told(findings: tuple[Finding, ...]) -> list[str]:
-    return [f"{one.level} {one.subject}: {one.text}" for one in findings]
+    return [f"{one.severity} {one.subject}: {one.text}" for one in findings]
 
 
 def test_alike(healthy: Reports) -> None:
@@ -52,16 +52,16 @@ def test_alike(healthy: Reports) -> None:
 
 ODD = {
     "downtrained": [
-        "fault n3: mlx5_1: PCIe width is 8, on 3 other nodes 16",
-        "fault n3: mlx5_0: PCIe speed in GT/s is 16, on 3 other nodes 32",
+        "error n3: mlx5_1: PCIe width is 8, on 3 other nodes 16",
+        "error n3: mlx5_0: PCIe speed in GT/s is 16, on 3 other nodes 32",
     ],
-    "slow-port": ["fault n3: mlx5_1:1: rate in Gb/s is 100, on 3 other nodes 400"],
-    "link-down": ["fault n3: mlx5_1:1: state is DOWN, on 3 other nodes ACTIVE"],
-    "small-mtu": ["fault n3: ens1: MTU is 1500, on 3 other nodes 9000"],
+    "slow-port": ["error n3: mlx5_1:1: rate in Gb/s is 100, on 3 other nodes 400"],
+    "link-down": ["error n3: mlx5_1:1: state is DOWN, on 3 other nodes ACTIVE"],
+    "small-mtu": ["error n3: ens1: MTU is 1500, on 3 other nodes 9000"],
     "trust-pcp": ["warning n3: ens1: trust is pcp, on 3 other nodes dscp"],
     "pfc-off": [
-        "fault n3: ens1: PFC priorities is none, on 3 other nodes 3",
-        "fault n3: ens2: PFC priorities is none, on 3 other nodes 3",
+        "error n3: ens1: PFC priorities is none, on 3 other nodes 3",
+        "error n3: ens2: PFC priorities is none, on 3 other nodes 3",
     ],
     "no-peermem": ["warning n3: nvidia_peermem: peer memory is False, on 3 other nodes True"],
     "ipv6-only": [
@@ -86,7 +86,7 @@ def test_limits_and_a_missing_adapter(healthy: Reports) -> None:
     healthy["n2"]["limits"]["memlock"] = 65536
     del healthy["n2"]["ports"][1]
     assert told(compare_nodes(healthy)) == [
-        "fault n2: mlx5_1:1: state is missing, on 3 other nodes ACTIVE",
+        "error n2: mlx5_1:1: state is missing, on 3 other nodes ACTIVE",
         "warning n2: memlock: limit is 65536, on 3 other nodes unlimited",
     ]
 
@@ -101,7 +101,7 @@ def test_without_a_majority_the_groups_are_told(healthy: Reports) -> None:
 
 def test_docker0_has_the_same_address_everywhere(tmp_path: Path) -> None:
     one = report_of("docker0", tmp_path / "one")
-    (fault,) = [found for found in compare_nodes({"n1": one, "n2": one}) if found.level == "fault"]
+    (fault,) = [found for found in compare_nodes({"n1": one, "n2": one}) if found.severity == "error"]
     assert str(fault) == (
         "docker0: 172.17.0.1 is on 2 nodes, and NCCL takes this interface for its sockets;"
         " set network.interface in the profile"
@@ -128,7 +128,7 @@ def test_one_network_for_all(healthy: Reports) -> None:
         "warning n4: stands in 10.9.0.0/24, 3 others in 10.0.0.0/24"
     ]
     healthy["n4"]["interfaces"][2]["networks"] = []
-    assert told(compare_nodes(healthy, "eth0")) == ["fault n4: eth0 has no address here, or is missing"]
+    assert told(compare_nodes(healthy, "eth0")) == ["error n4: eth0 has no address here, or is missing"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_one_network_for_all(healthy: Reports) -> None:
 )
 def test_a_damaged_report_is_unknown(damage: dict[str, Any], healthy: Reports) -> None:
     healthy["n1"] = {"node": "n1", **damage}
-    levels = {one.level for one in compare_nodes(healthy) if one.check not in ("state", "setting")}
+    levels = {one.severity for one in compare_nodes(healthy) if one.check not in ("state", "setting")}
     assert levels == {"unknown"}
 
 

@@ -32,7 +32,9 @@ def check(settings: str, version: str | None = "2.27.5") -> LintReport:
 
 
 def lines(report: LintReport) -> str:
-    return "\n".join(f"{one.level} {one.name.removeprefix('NCCL_')}: {one.text}" for one in report.findings)
+    return "\n".join(
+        f"{one.severity} {one.subject.removeprefix('NCCL_')}: {one.message}" for one in report.findings
+    )
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_cases(settings: str, version: str | None, words: str) -> None:
     ],
 )
 def test_good_environments_are_not_complained_about(settings: str, version: str | None) -> None:
-    found = [one for one in check(settings, version).findings if one.level != "note"]
+    found = [one for one in check(settings, version).findings if one.severity != "note"]
     assert [one for one in found if "left over" not in one.text] == []
     assert not check(settings, version).has_errors
 
@@ -237,7 +239,7 @@ def lint_file(name: str, version: Version = NEW) -> LintReport:
 
 
 def test_a_recipe_from_the_web() -> None:
-    found = {(one.level, one.name.removeprefix("NCCL_")) for one in lint_file("recipe.env").findings}
+    found = {(one.severity, one.subject.removeprefix("NCCL_")) for one in lint_file("recipe.env").findings}
     assert found == {
         ("error", "IB_RETRY_CNT"),
         ("warning", "MIN_CHANNELS"),
@@ -259,7 +261,7 @@ def test_a_recipe_from_the_web() -> None:
 def test_what_clouds_publish_has_no_errors(name: str) -> None:
     report = lint_file(name)
     assert not report.has_errors, lines(report)
-    assert {one.name for one in report.findings if one.level == "warning"} <= {
+    assert {one.subject for one in report.findings if one.severity == "warning"} <= {
         "NCCL_IB_GID_INDEX",
         "NCCL_IB_SPLIT_DATA_ON_QPS",
     }
@@ -276,21 +278,18 @@ def test_findings_say_where_and_who_wins() -> None:
     report = lint_layers(
         [layer_from_environment({"NCCL_DEBUG": "INFO", "NCCL_P2P_LEVEL": "NVL"}), script, conf], NEW
     )
-    told = [str(one) for one in report.findings]
-    assert "error    job.sbatch:10 NCCL_IB_TIMEOUT: is set without `export`, so that no rank sees it" in told
-    assert "error    job.sbatch:16 NCCL_P2P_LEVEL: 'nvl' is ignored; write NVL, capitals count" in told
-    note = "note     job.sbatch:9 NCCL_DEBUG: 'WARN' wins over 'INFO' (shell), 'INFO' (/etc/nccl.conf:1)"
+    told = [f"{one.severity} {one}" for one in report.findings]
+    assert "error job.sbatch:10 NCCL_IB_TIMEOUT: is set without `export`, so that no rank sees it" in told
+    assert "error job.sbatch:16 NCCL_P2P_LEVEL: 'nvl' is ignored; write NVL, capitals count" in told
+    note = "note job.sbatch:9 NCCL_DEBUG: 'WARN' wins over 'INFO' (shell), 'INFO' (/etc/nccl.conf:1)"
     assert note in told
-    assert (
-        "note     job.sbatch:13 NCCL_IB_SL: is computed by the shell, so that its value is not checked"
-        in told
-    )
+    assert "note job.sbatch:13 NCCL_IB_SL: is computed by the shell, so that its value is not checked" in told
     assert [fate for _, fate in report.chains["NCCL_IB_SL"].steps] == [
         "counts",
         "not looked at: job.sbatch:13 sets it",
     ]
-    assert [one.level for one in report.findings] == sorted(
-        (one.level for one in report.findings), key="ewn".find
+    assert [one.severity for one in report.findings] == sorted(
+        (one.severity for one in report.findings), key="ewn".find
     )
     assert report.notes == script.notes
 
@@ -320,7 +319,9 @@ def ranks(*names: str) -> str:
         parse_rank_environment(parse_environment_dump(read_user_file(DATA / name), name, "env"))
         for name in names
     ]
-    return "\n".join(f"{one.level} {one.name}: {one.text}" for one in compare_rank_environments(dumps))
+    return "\n".join(
+        f"{one.severity} {one.subject}: {one.message}" for one in compare_rank_environments(dumps)
+    )
 
 
 def test_ranks_that_agree_give_nothing() -> None:

@@ -13,7 +13,7 @@ LOGS = Path(__file__).parents[1] / "data" / "tuning"
 
 
 def told(text: str) -> list[str]:
-    return [f"{one.level} {one}" for one in check_nccl_log(parse_nccl_log(text))]
+    return [f"{one.severity} {one}" for one in check_nccl_log(parse_nccl_log(text))]
 
 
 def read(name: str) -> str:

@@ -32,7 +32,7 @@ def node(root: Path, conf: str, **files: str) -> Path:
 
 def told(root: Path) -> list[str]:
     found = check_host(HostCheckInput(read_host_report(root), NetworkSpec()))
-    return [f"{one.level} {one.subject}: {one.text}" for one in found if one.check == "file"]
+    return [f"{one.severity} {one.subject}: {one.text}" for one in found if one.check == "file"]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def told(root: Path) -> list[str]:
         ("NCCL_TOPO_FILE=/x/empty", "warning NCCL_TOPO_FILE: '/x/empty' is empty, and NCCL passes over that"),
         ("NCCL_TOPO_FILE=/x/text", "warning NCCL_TOPO_FILE: '/x/text' holds no <system>, and"),
         ("NCCL_TOPO_FILE=/x", "warning NCCL_TOPO_FILE: '/x' is no file here, and"),
-        ("NCCL_GRAPH_FILE=/x/none.xml", "fault NCCL_GRAPH_FILE: '/x/none.xml' is no file here, and"),
+        ("NCCL_GRAPH_FILE=/x/none.xml", "error NCCL_GRAPH_FILE: '/x/none.xml' is no file here, and"),
         ("NCCL_GRAPH_FILE=/x/graphs", "warning NCCL_GRAPH_FILE: /x/graphs ({conf}:1) names GPU 7, and"),
         ("NCCL_TUNER_CONFIG_FILE=/x/no.csv", "warning NCCL_TUNER_CONFIG_FILE: '/x/no.csv' is no file here, "),
         ("NCCL_NET_PLUGIN=/x/libnccl-net.so", "warning NCCL_NET_PLUGIN: '/x/libnccl-net.so' is no"),

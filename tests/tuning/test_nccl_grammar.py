@@ -112,15 +112,15 @@ def test_any_text_gives_lines_and_no_exception() -> None:
             for name in ("NCCL_ALGO", "NCCL_PROTO"):
                 assert all(one.text for one in check_nccl_selection(name, text, version))
             for ports in (True, False):
-                assert all(one.text for one in check_device_list(text, version, ports=ports))
+                assert all(one.text for one in check_device_list("NCCL_IB_HCA", text, version, ports=ports))
 
 
 def levels(name: str, text: str, version: Version | None) -> list[str]:
-    return [one.level for one in check_nccl_selection(name, text, version)]
+    return [one.severity for one in check_nccl_selection(name, text, version)]
 
 
 def told(name: str, text: str, version: Version | None) -> str:
-    return "\n".join(one.text for one in check_nccl_selection(name, text, version))
+    return "\n".join(one.message for one in check_nccl_selection(name, text, version))
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ def test_devices_match_as_nccl_matches_them() -> None:
 
 def device_text(text: str, version: Version | None = NEW, ports: bool = True) -> str:
     """What is told, without the quotes around values."""
-    return "\n".join(one.text for one in check_device_list(text, version, ports=ports)).replace("'", "")
+    return "\n".join(
+        one.message for one in check_device_list("NCCL_IB_HCA", text, version, ports=ports)
+    ).replace("'", "")
 
 
 @pytest.mark.parametrize(

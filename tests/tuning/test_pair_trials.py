@@ -44,7 +44,7 @@ def test_one_slow_node_is_named_after_a_few_rounds(count: int, at: int) -> None:
     standing, rounds = play(count, lambda a, b: 12.0 if bad in (a, b) else 45.0 + hash(a) % 3)
     assert list(standing.named) == [bad]
     assert rounds <= ceil(log2(count)) + 1
-    assert [(one.level, one.subject) for one in check_pair_trials(standing)] == [("fault", bad)]
+    assert [(one.severity, one.subject) for one in check_pair_trials(standing)] == [("error", bad)]
 
 
 @pytest.mark.parametrize("bad", [{"n0", "n1"}, {"n2", "n5", "n11"}, {"n0", "n1", "n2", "n3"}])
@@ -63,7 +63,7 @@ def test_where_all_are_well_one_round_is_enough() -> None:
 def test_a_path_between_two_good_nodes_accuses_none_of_them() -> None:
     standing, _ = play(8, lambda a, b: 30.0 if {a, b} == {"n2", "n3"} else 45.0)
     assert standing.named == {}
-    assert [(one.level, one.subject, one.confidence) for one in check_pair_trials(standing)] == [
+    assert [(one.severity, one.subject, one.confidence) for one in check_pair_trials(standing)] == [
         ("warning", "n2 and n3", "low")
     ]
 
@@ -83,7 +83,7 @@ def test_half_the_speed_between_good_nodes_is_two_flows_on_one_link() -> None:
 def test_two_nodes_alone_cannot_tell_who_it_is() -> None:
     standing = evaluate_trials(["n1", "n2"], [PairTrial(("n1", "n2"), 12.0)], at_least_GBps=40.0)
     assert choose_next_pairs(standing) == ()
-    assert [(one.level, one.subject) for one in check_pair_trials(standing)] == [("unknown", "n1, n2")]
+    assert [(one.severity, one.subject) for one in check_pair_trials(standing)] == [("unknown", "n1, n2")]
     (found,) = check_pair_trials(evaluate_trials(["n1", "n2"], [PairTrial(("n1", "n2"), 12.0)]))
     assert found.text == "there is nothing to compare their trials with"
     assert (

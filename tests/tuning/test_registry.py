@@ -84,7 +84,9 @@ def test_each_entry_is_sound(known: CommVariable) -> None:
     for version, default in known.default:
         held = value_in_release(known.values, version if version != (0,) else None)
         if re.fullmatch(r"-?\d+|[A-Z_]+", default) and held:
-            assert [one for one in check_value(known.name, default, held, None) if one.level == "error"] == []
+            assert [
+                one for one in check_value(known.name, default, held, None) if one.severity == "error"
+            ] == []
 
 
 def test_look_alikes_are_no_variables_and_lead_to_one() -> None:
@@ -161,7 +163,7 @@ def test_a_misspelt_name_is_always_caught_and_mostly_understood() -> None:
             continue
         caught += 1
         faults = list(check_assignment(VariableAssignment(wrong, "1", "shell", "shell"), (2, 27, 5)))
-        assert [one.level for one in faults] == ["error"], wrong
+        assert [one.severity for one in faults] == ["error"], wrong
         understood += faults[0].text.endswith(f"did you mean {name}?")
     assert caught > 700
     assert understood / caught > 0.93

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from hpcrun.tuning.issue import ValueIssue
+from hpcrun.finding import Finding
 from hpcrun.tuning.lint.environment import layer_from_environment
 from hpcrun.tuning.lint.lint import LintReport, lint_layers
 from hpcrun.tuning.registry.registry import Version, value_in_release, variable_registry
@@ -29,24 +31,23 @@ def check(environment: dict[str, str], version: Version | None = (2, 27, 5)) -> 
 
 
 def told(environment: dict[str, str], version: Version | None = (2, 27, 5)) -> str:
-    return "\n".join(f"{one.level} {one.name}: {one.text}" for one in check(environment, version).findings)
+    return "\n".join(
+        f"{one.severity} {one.subject}: {one.message}" for one in check(environment, version).findings
+    )
 
 
 @pytest.fixture
-def proposed(monkeypatch: pytest.MonkeyPatch) -> list[ValueIssue]:
+def proposed(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Every fault with a value of its own that a rule makes, also one whose remedy is then left out."""
-    made: list[ValueIssue] = []
-    real = ValueIssue.__new__
+    made: list[Finding] = []
+    real = Finding.__init__
 
-    def note_down(
-        cls: type[ValueIssue], level: str, text: str, instead: str | None = None, bare: str = ""
-    ) -> ValueIssue:
-        fault = real(cls, level, text, instead, bare)  # type: ignore[arg-type]
-        if instead is not None:
-            made.append(fault)
-        return fault
+    def note_down(finding: Finding, *values: Any, **fields: Any) -> None:
+        real(finding, *values, **fields)
+        if finding.proposal is not None and not finding.where:
+            made.append(finding)
 
-    monkeypatch.setattr(ValueIssue, "__new__", note_down)
+    monkeypatch.setattr(Finding, "__init__", note_down)
     return made
 
 
@@ -62,22 +63,26 @@ def rules() -> dict[str, str]:
     return found | {name: name for name in (*special, *more)}
 
 
-def test_no_remedy_leaves_something_as_bad(proposed: list[ValueIssue]) -> None:
+def test_no_remedy_leaves_something_as_bad(proposed: list[Finding]) -> None:
     shown = left_out = 0
     for name in rules().values():
         for version in RELEASES if name in ("NCCL_ALGO", "NCCL_PROTO") else [(2, 27, 5)]:
             for value in VALUES:
                 proposed.clear()
-                findings = [one for one in check({name: value}, version).findings if one.name == name]
+                findings = [one for one in check({name: value}, version).findings if one.subject == name]
                 for fault in list(proposed):
-                    hits = [one for one in findings if (one.level, one.text) == (fault.level, fault.text)]
-                    if not hits or fault.instead is None:
+                    hits = [
+                        one
+                        for one in findings
+                        if (one.severity, one.message) == (fault.severity, fault.message)
+                    ]
+                    if not hits or fault.proposal is None:
                         left_out += not hits
                         continue
                     shown += 1
-                    bad = _LEVELS[: _LEVELS.index(fault.level) + 1]
-                    again = check({name: fault.instead}, version).findings
-                    left = [str(one) for one in again if one.name == name and one.level in bad]
+                    bad = _LEVELS[: _LEVELS.index(fault.severity) + 1]
+                    again = check({name: fault.proposal}, version).findings
+                    left = [str(one) for one in again if one.subject == name and one.severity in bad]
                     assert left == [], (name, value, fault, version)
     assert shown > 100
     assert left_out > 3

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpcrun.cli.tune import app
-from hpcrun.tuning.finding import Finding
+from hpcrun.finding import Finding
 from hpcrun.tuning.log.nccl_log import parse_nccl_log
 from hpcrun.tuning.model.platforms import find_platform
 from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
@@ -57,7 +57,7 @@ def judged(text: str, platform: str | None = None) -> Finding:
 
 def test_half_of_what_the_adapters_carry_is_missing_bandwidth() -> None:
     one = judged(NICS + output(60, 190))
-    assert (one.level, one.subject, one.confidence) == ("warning", "all_reduce", "medium")
+    assert (one.severity, one.subject, one.confidence) == ("warning", "all_reduce", "medium")
     assert one.text.startswith(
         "reaches 189.9 GB/s at 8 GiB, 47% of 400 (8 adapters of 400 Gb/s in a node, as the log says); 8."
     )
@@ -75,7 +75,7 @@ def test_half_of_it_by_a_fixed_time_is_latency() -> None:
 
 
 def test_what_is_near_to_it_is_well() -> None:
-    assert judged(NICS + output(60, 380)).level == "note"
+    assert judged(NICS + output(60, 380)).severity == "note"
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_hardware_that_is_known_and_that_is_not(
     text: str, platform: str | None, level: str, words: str
 ) -> None:
     one = judged(text, platform)
-    assert one.level == level
+    assert one.severity == level
     assert words in str(one)
 
 
@@ -117,7 +117,7 @@ def test_an_output_without_a_line_of_nccl_is_read(tmp_path: object) -> None:
     with open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
         file.write(output(60, 180, nodes=1))
     told = CliRunner().invoke(app, ["read", path]).stdout
-    assert told.startswith("warning     all_reduce: reaches ")
+    assert told.startswith("warning      bandwidth  all_reduce: reaches ")
     assert "no line of NCCL's" not in told
 
 

@@ -16,7 +16,7 @@ NEW = (2, 27, 5)
 def told(name: str, value: str, version: Version | None = NEW) -> str:
     rule = value_in_release(variable_registry().variables[name].values, version)
     assert rule is not None
-    return "\n".join(f"{one.level} {one.text}" for one in check_value(name, value, rule, version))
+    return "\n".join(f"{one.severity} {one.message}" for one in check_value(name, value, rule, version))
 
 
 def test_numbers_are_those_of_strtoll() -> None:

@@ -21,7 +21,7 @@ FABRIC = "[default0]:n1:1:2 [0] NCCL INFO NET/OFI Using Libfabric version {0}\n"
 
 
 def told(text: str) -> list[str]:
-    return [f"{one.level} {one.subject}: {one.text}" for one in check_versions(parse_versions(text))]
+    return [f"{one.severity} {one.subject}: {one.text}" for one in check_versions(parse_versions(text))]
 
 
 @pytest.mark.parametrize(
@@ -29,21 +29,21 @@ def told(text: str) -> list[str]:
     [
         (
             NCCL.format("2.22.3", "12.4", 12040) + OFI.format("1.14.2") + FABRIC.format("1.20"),
-            "fault aws-ofi-nccl 1.14.2: needs libfabric 1.22.0, and this is 1.20 (aws/aws-ofi-nccl v1.14.2",
+            "error aws-ofi-nccl 1.14.2: needs libfabric 1.22.0, and this is 1.20 (aws/aws-ofi-nccl v1.14.2",
         ),
         (
             NCCL.format("2.16.5", "11.8", 11080) + OFI.format("1.10.0-aws") + FABRIC.format("1.20"),
-            "fault aws-ofi-nccl 1.10.0: needs nccl 2.17.1, and this is 2.16.5",
+            "error aws-ofi-nccl 1.10.0: needs nccl 2.17.1, and this is 2.16.5",
         ),
         (
             NCCL.format("2.28.9", "12.9", 12090) + OFI.format("1.9.2-aws") + FABRIC.format("1.22"),
             "unknown aws-ofi-nccl 1.9.2: its release notes name nccl up to 2.21.5, this is 2.28.9",
         ),
-        (NCCL.format("2.27.7", "13.0", 12080), "fault cuda 13.0: needs cuda-driver 13.0, and this is 12.8"),
-        (NCCL.format("2.27.7", "12.8", 11020), "fault cuda 12.8: needs cuda-driver 12.0, and this is 11.2"),
+        (NCCL.format("2.27.7", "13.0", 12080), "error cuda 13.0: needs cuda-driver 13.0, and this is 12.8"),
+        (NCCL.format("2.27.7", "12.8", 11020), "error cuda 12.8: needs cuda-driver 12.0, and this is 11.2"),
         (
             "NCCL version 2.27.7+cuda12.8\n| Driver Version: 515.65.01    CUDA Version: 11.7 |",
-            "fault cuda 12.8: needs driver 525, and this is 515.65.01",
+            "error cuda 12.8: needs driver 525, and this is 515.65.01",
         ),
         (
             OFI.format("1.30.0") + FABRIC.format("1.22"),

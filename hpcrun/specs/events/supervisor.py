@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from hpcrun.finding import Finding
 from hpcrun.specs.events.event import (
     Event,
     Texts,
@@ -17,27 +18,13 @@ _SIGNAL_MEANINGS = {"SIGUSR1": "save", "SIGUSR2": "save and stop, to be queued a
 
 
 @dataclass(frozen=True)
-class PreflightFinding:
-    """What a preflight check has found on a node."""
-
-    node: str
-    check: str
-    verdict: str
-    text: str = ""
-    common: bool = False
-    """Whether it is about something that all nodes share."""
-
-    def __str__(self) -> str:
-        return f"{self.node}: {self.check}: {self.text}"
-
-
-@dataclass(frozen=True)
 class PreflightEvent(Event):
     """The checks of nodes before an attempt."""
 
     nodes: Count
     seconds: float
-    found: tuple[PreflightFinding, ...]
+    found: tuple[Finding, ...]
+    """Each with its node as `where`."""
     excluded: Texts
     """Nodes that are left out."""
 
@@ -45,8 +32,11 @@ class PreflightEvent(Event):
         if self.nodes == 1 and not self.found:
             return ""
         without = f"; left out: {format_hosts(self.excluded)}" if self.excluded else ""
-        findings = "; ".join(map(str, self.found)) or "all well"
-        return f"preflight of {format_count(self.nodes, 'node')}{without}: {findings}"
+        findings = [f"{one.where}: {one.check}: {replace(one, where='')}" for one in self.found]
+        listed = "; ".join(findings) or "all well"
+        return (
+            f"preflight of {format_count(self.nodes, 'node')}{without}: {listed}"
+        )
 
 
 @dataclass(frozen=True)

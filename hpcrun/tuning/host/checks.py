@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpcrun.fabric.ports import NetworkInterface, PciLink, RdmaPort
+from hpcrun.finding import Finding, Severity, sort_findings
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.tuning.adapters import (
     find_missing_topology_file,
@@ -14,7 +15,6 @@ from hpcrun.tuning.adapters import (
     find_unused_ports,
     find_unused_second_ports,
 )
-from hpcrun.tuning.finding import Finding, FindingLevel, sort_findings
 from hpcrun.tuning.host.gids import AddressFamily, GidChoice, predict_gid_choice
 from hpcrun.tuning.host.node_report import HostReport
 from hpcrun.tuning.lint.named_files import why_foreign
@@ -95,7 +95,7 @@ def _check_ports(question: HostCheckInput) -> Iterator[Finding]:
         if name not in present:
             known = ", ".join(sorted(present)) or "none"
             yield Finding(
-                "fault",
+                "error",
                 "port",
                 name,
                 f"the profile names it, this node has {known}",
@@ -108,7 +108,7 @@ def _check_ports(question: HostCheckInput) -> Iterator[Finding]:
             state = f"{port.state}{f', {port.physical}' if port.physical else ''}"
             if port in question.used:
                 remedy = "look at cable and switch port; until then leave the device out"
-                yield Finding("fault", "port", port.name, f"is {state}, and jobs are to use it", remedy)
+                yield Finding("error", "port", port.name, f"is {state}, and jobs are to use it", remedy)
             else:
                 yield Finding("note", "port", port.name, f"is {state}; jobs do not use it")
     wanted = parse_device_list(host.environ.get("NCCL_IB_HCA", ""))
@@ -145,7 +145,7 @@ def _check_gids(question: HostCheckInput) -> Iterator[Finding]:
         if not choice.why_bad:
             continue
         text = f"NCCL takes index {choice.index}: {choice.why_bad}; peers will not answer (status 12)"
-        yield Finding("fault", "gid", port.name, text, _gid_remedy(question, port))
+        yield Finding("error", "gid", port.name, text, _gid_remedy(question, port))
 
 
 def _gid_remedy(question: HostCheckInput, port: RdmaPort) -> str:
@@ -168,7 +168,7 @@ def _check_pci(question: HostCheckInput) -> Iterator[Finding]:
             and link.width < min(link.most_width, link.slot_width or link.most_width)
         ):
             text = f"its PCIe link runs at x{link.width}, it could x{link.most_width}"
-            yield Finding("fault", "pci", link.name, text, "reseat or replace the card or riser")
+            yield Finding("error", "pci", link.name, text, "reseat or replace the card or riser")
         elif link.width and link.most_width and link.width < link.most_width:
             text = f"its PCIe link runs at x{link.width} of x{link.most_width}: the slot has no more"
             yield Finding("note", "pci", link.name, text)
@@ -186,7 +186,7 @@ def _pci_speed(link: PciLink, *, is_gpu: bool) -> Iterator[Finding]:
         return
     text = f"its PCIe link runs at {link.speed_GTs:g} GT/s, both ends could {most:g}"
     yield Finding(
-        "fault", "pci", link.name, text, "reseat the card, then look at the slot's setting in the BIOS"
+        "error", "pci", link.name, text, "reseat the card, then look at the slot's setting in the BIOS"
     )
 
 
@@ -205,7 +205,7 @@ def _check_traffic_classes(question: HostCheckInput) -> Iterator[Finding]:
                 yield _no_pfc(name, nccl_traffic_class(environ))
             elif trust == "pcp" and environ.get("NCCL_IB_TC"):
                 text = "trusts the VLAN tag (pcp): a traffic class in the IP header does not count"
-                yield Finding("fault", "trust", name, text, "ask for trust dscp, on the switch port too")
+                yield Finding("error", "trust", name, text, "ask for trust dscp, on the switch port too")
             else:
                 tc = nccl_traffic_class(environ) if port.traffic_class is None else port.traffic_class
                 yield from check_lossless_class(tc, lossless, trust, network.service_level, name)
@@ -271,7 +271,7 @@ def _check_sockets(question: HostCheckInput) -> Iterator[Finding]:
             there = ", ".join(one.name for one in host.interfaces if one.networks) or "none with an address"
             remedy = f"name one of {there}"
             yield Finding(
-                "fault",
+                "error",
                 "interface",
                 host.node,
                 f"{said} is {text}, and there is none here with an address",
@@ -279,7 +279,7 @@ def _check_sockets(question: HostCheckInput) -> Iterator[Finding]:
             )
         elif chosen.name == "lo":
             yield Finding(
-                "fault",
+                "error",
                 "interface",
                 "lo",
                 f"{said} names lo: no other node is reached by it",
@@ -289,7 +289,7 @@ def _check_sockets(question: HostCheckInput) -> Iterator[Finding]:
     if chosen is not None and _is_private_bridge(chosen):
         remedy = "set network.interface in the profile"
         text = f"NCCL takes it for its sockets, and every host has it: {', '.join(chosen.networks)}"
-        yield Finding("fault", "interface", chosen.name, text, remedy)
+        yield Finding("error", "interface", chosen.name, text, remedy)
 
 
 def _is_private_bridge(interface: NetworkInterface) -> bool:
@@ -305,7 +305,7 @@ def _check_limits(question: HostCheckInput) -> Iterator[Finding]:
     if uses_rdma and memlock is not None and memlock < _SMALL_MEMLOCK:
         text = f"memlock is {memlock // 1024} KiB here: RDMA cannot register its buffers"
         remedy = "unlimited in limits.conf of slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
-        yield Finding("fault", "limits", host.node, text, remedy)
+        yield Finding("error", "limits", host.node, text, remedy)
     if (nofile := host.limits.get("nofile")) is not None and nofile < _FEW_FILES:
         text = f"{nofile} open files at most; large jobs need some for every peer"
         yield Finding(
@@ -327,7 +327,7 @@ def _check_shared_memory(question: HostCheckInput) -> Iterator[Finding]:
         yield Finding("unknown", "shm", "/dev/shm", "its size cannot be read")
     elif shm.size_bytes <= _CONTAINER_SHM:
         text = f"has {shm.size_bytes / 2**20:.0f} MiB, a container's default; NCCL ends with a bus error"
-        yield Finding("fault", "shm", "/dev/shm", text, "--shm-size or --ipc=host of the container runtime")
+        yield Finding("error", "shm", "/dev/shm", text, "--shm-size or --ipc=host of the container runtime")
     elif shm.size_bytes < _SMALL_SHM:
         yield Finding(
             "warning",
@@ -338,7 +338,7 @@ def _check_shared_memory(question: HostCheckInput) -> Iterator[Finding]:
         )
     if shm.free_bytes is not None and shm.free_bytes < _SEGMENT * max(8, gpus):
         text = f"{shm.free_bytes / 1e6:.0f} MB are free; NCCL takes about 10 MB for each pair of neighbours"
-        yield Finding("fault", "shm", "/dev/shm", text, "remove what dead jobs left")
+        yield Finding("error", "shm", "/dev/shm", text, "remove what dead jobs left")
     if shm.stale:
         names = ", ".join(shm.stale[:3]) + (", …" if len(shm.stale) > 3 else "")
         text = f"{len(shm.stale)} segment(s) of dead jobs, {shm.stale_bytes / 1e6:.1f} MB: {names}"
@@ -405,9 +405,9 @@ def _check_named_files(question: HostCheckInput) -> Iterator[Finding]:
     for one in host.files:
         source = f" ({one.where})" if one.where else ""
         if one.lacks:
-            level: FindingLevel = "fault" if one.kind == "graphs" else "warning"
+            severity: Severity = "error" if one.kind == "graphs" else "warning"
             text = f"{one.lacks}{source}"
-            yield Finding(level, "file", one.variable, text, "put it there, or take the setting out")
+            yield Finding(severity, "file", one.variable, text, "put it there, or take the setting out")
         elif other := why_foreign(one, gpus, devices):
             text = f"{one.path}{source} {other}: it was made for another machine"
             remedy = "take this machine's, or leave it out; NCCL_TOPO_DUMP_FILE writes a true one"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpcrun.tuning.finding import Finding
+from hpcrun.finding import Finding
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def check_connectivity(
     for one in culprits:
         text = f"{one.failed} of its {one.tried} connections over {interface} fail: {one.why}"
         found.append(
-            Finding("fault", "connection", one.node, text, "a firewall, a route or a cable of this node")
+            Finding("error", "connection", one.node, text, "a firewall, a route or a cable of this node")
         )
     for (a, b), why in pairs.items():
         text = f"does not reach {b} over {interface}: {why}"
-        found.append(Finding("fault", "connection", a, text, "a route or a firewall between the two"))
+        found.append(Finding("error", "connection", a, text, "a route or a firewall between the two"))
     return tuple(found)

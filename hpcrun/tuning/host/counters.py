@@ -11,8 +11,8 @@ from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.fabric.node_topology import list_sysfs_entries, read_sysfs_line
+from hpcrun.finding import Confidence, Finding, Severity, sort_findings
 from hpcrun.specs.yaml import parse_yaml
-from hpcrun.tuning.finding import Finding, FindingConfidence, FindingLevel, sort_findings
 from hpcrun.tuning.host.node_report import CommandRunner, HostReport
 
 _FILE = Path(__file__).with_name("counters.yaml")
@@ -67,8 +67,8 @@ class _CounterRule:
     name: str
     where: str
     names: tuple[str, ...]
-    level: FindingLevel
-    confidence: FindingConfidence
+    severity: Severity
+    confidence: Confidence
     means: str
     remedy: str
     share: float | None = None
@@ -175,7 +175,7 @@ def _apply_counter_rule(rule: _CounterRule, grown: CounterGrowth) -> list[Findin
             by_device.setdefault(device, []).append(told)
     return [
         Finding(
-            rule.level,
+            rule.severity,
             rule.name,
             device,
             f"{', '.join(told)}: {rule.means}",

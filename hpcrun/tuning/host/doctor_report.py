@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hpcrun.errors import UsageError
 from hpcrun.fabric.ports import Gid, NetworkInterface, PciLink, RdmaPort
-from hpcrun.tuning.finding import Finding
+from hpcrun.finding import Finding
 from hpcrun.tuning.host.checks import HostCheckInput, check_host, predict_port_gid
 from hpcrun.tuning.host.node_report import HostReport, SharedMemory
 from hpcrun.tuning.host.routes import NetworkRoute

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from hpcrun.errors import UsageError
+from hpcrun.finding import Finding, Severity, sort_findings
 from hpcrun.hostlist import fold_hosts, sort_hosts
-from hpcrun.tuning.finding import Finding, FindingLevel, sort_findings
 from hpcrun.tuning.host.rails import find_crossed_rails
 from hpcrun.tuning.host.routes import find_differing_routes as differing_routes
 
@@ -30,7 +30,9 @@ def compare_nodes(reports: Mapping[str, NodeFacts], interface: str | None = None
             f"{len(reports)} report(s): it takes two nodes to compare; `hpcrun doctor --all` makes them"
         )
     found = [
-        finding for what, read, level in _EQUAL for finding in _find_differing(reports, what, read, level)
+        finding
+        for what, read, severity in _EQUAL
+        for finding in _find_differing(reports, what, read, severity)
     ]
     found += [
         *_repeated_addresses(reports),
@@ -45,7 +47,7 @@ def _find_differing(
     reports: Mapping[str, NodeFacts],
     what: str,
     read: Callable[[NodeFacts], dict[str, Any]],
-    level: FindingLevel,
+    severity: Severity,
 ) -> Iterator[Finding]:
     said = {node: _read_facts(read, facts) for node, facts in reports.items()}
     counts_missing = what in _PRESENCE
@@ -57,12 +59,12 @@ def _find_differing(
     for subject in dict.fromkeys(subject for of in said.values() for subject in of):
         values = {node: of.get(subject) for node, of in said.items() if counts_missing or subject in of}
         yield from _find_odd_nodes(
-            _merge_near_sizes(values) if what == _SIZE else values, what, subject, level
+            _merge_near_sizes(values) if what == _SIZE else values, what, subject, severity
         )
 
 
 def _find_odd_nodes(
-    values: Mapping[str, Any], what: str, subject: str, level: FindingLevel
+    values: Mapping[str, Any], what: str, subject: str, severity: Severity
 ) -> Iterator[Finding]:
     nodes_of: dict[str, list[str]] = {}
     for node, value in values.items():
@@ -73,12 +75,12 @@ def _find_odd_nodes(
     count = len(nodes_of[usual])
     if count * 2 <= len(values):
         groups = ", ".join(f"{value} on {_folded(nodes)}" for value, nodes in nodes_of.items())
-        yield Finding(level, what, subject, f"{what} differs: {groups}", "", "medium")
+        yield Finding(severity, what, subject, f"{what} differs: {groups}", "", "medium")
         return
     for value, nodes in nodes_of.items():
         if value != usual:
             text = f"{subject}: {what} is {value}, on {count} other node{'s' * (count > 1)} {usual}"
-            yield Finding(level, what, _folded(nodes), text, "the odd one out")
+            yield Finding(severity, what, _folded(nodes), text, "the odd one out")
 
 
 def _merge_near_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,20 +157,20 @@ def _limits(facts: NodeFacts) -> dict[str, Any]:
 _SIZE = "size"
 _PRESENCE = ("state", "setting")
 """Where a value that is missing is a fact of its own, as of a device that is not there."""
-_EQUAL: tuple[tuple[str, Callable[[NodeFacts], dict[str, Any]], FindingLevel], ...] = (
-    ("state", _of_ports("state"), "fault"),
-    ("rate in Gb/s", _of_ports("rate_Gbps"), "fault"),
+_EQUAL: tuple[tuple[str, Callable[[NodeFacts], dict[str, Any]], Severity], ...] = (
+    ("state", _of_ports("state"), "error"),
+    ("rate in Gb/s", _of_ports("rate_Gbps"), "error"),
     ("link layer", _of_ports("layer"), "warning"),
     ("forced traffic class", _of_ports("traffic_class"), "warning"),
     ("GID that NCCL takes", lambda facts: dict(facts["gid_index"]), "warning"),
-    ("PCIe width", _of_links("width"), "fault"),
-    ("PCIe speed in GT/s", _of_links("speed_GTs"), "fault"),
-    ("MTU", _of_interfaces("mtu"), "fault"),
+    ("PCIe width", _of_links("width"), "error"),
+    ("PCIe speed in GT/s", _of_links("speed_GTs"), "error"),
+    ("MTU", _of_interfaces("mtu"), "error"),
     ("trust", _of_interfaces("trust"), "warning"),
-    ("PFC priorities", lambda facts: {k: v for k, v in facts["lossless"].items() if v is not None}, "fault"),
+    ("PFC priorities", lambda facts: {k: v for k, v in facts["lossless"].items() if v is not None}, "error"),
     ("limit", _limits, "warning"),
     (_SIZE, _sizes, "warning"),
-    ("number of GPUs", _of_node("gpus"), "fault"),
+    ("number of GPUs", _of_node("gpus"), "error"),
     ("kernel", _of_node("kernel"), "note"),
     ("driver", _of_node("driver"), "warning"),
     ("libfabric", lambda facts: {"node": facts["libfabric"]} if facts["libfabric"] else {}, "warning"),
@@ -231,7 +233,7 @@ def _repeated_addresses(reports: Mapping[str, NodeFacts]) -> Iterator[Finding]:
         text = f"{ip} is on {len(nodes)} nodes"
         if chosen:
             text += ", and NCCL takes this interface for its sockets"
-            yield Finding("fault", "address", name, text, "set network.interface in the profile")
+            yield Finding("error", "address", name, text, "set network.interface in the profile")
         else:
             yield Finding("note", "address", name, f"{text}; nothing is to use it")
 
@@ -260,7 +262,7 @@ def _common_network(reports: Mapping[str, NodeFacts], interface: str | None) -> 
         if found:
             networks[node] = found
         elif interface:
-            yield Finding("fault", "interface", node, f"{interface} has no address here, or is missing")
+            yield Finding("error", "interface", node, f"{interface} has no address here, or is missing")
     if not networks:
         yield Finding(
             "unknown", "interface", "all", "no addresses are known: whether the nodes reach each other is not"

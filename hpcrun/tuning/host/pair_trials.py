@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.finding import Finding, sort_findings
+from hpcrun.finding import Finding, sort_findings
 from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
 from hpcrun.tuning.registry.values import parse_c_integer
 
@@ -140,7 +140,7 @@ def _wrong_results(standing: PairResults) -> Iterator[Finding]:
         if trial.is_wrong:
             text = "gave wrong results with each other"
             yield Finding(
-                "fault", "pair", " and ".join(trial.nodes), text, "take both out, and try each anew"
+                "error", "pair", " and ".join(trial.nodes), text, "take both out, and try each anew"
             )
 
 
@@ -149,7 +149,7 @@ def _slow_nodes(standing: PairResults) -> Iterator[Finding]:
         told = ", ".join(f"{one.rate_GBps:.4g} GB/s with {one.partner(node)}" for one in trials)
         text = f"is slow: {told}; those reach {standing.limit_GBps:.4g} with others"
         remedy = "`hpcrun doctor` there; leave it out until it is mended"
-        yield Finding("fault", "pair", node, text, remedy)
+        yield Finding("error", "pair", node, text, remedy)
 
 
 def _slow_paths(standing: PairResults) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from hpcrun.tuning.finding import Finding
+from hpcrun.finding import Finding
 from hpcrun.tuning.host.doctor_report import ports_of_report
 from hpcrun.tuning.registry.device_names import parse_device_list
 

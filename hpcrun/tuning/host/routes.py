@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpcrun.tuning.finding import Finding
+from hpcrun.finding import Finding
 
 _UNUSED = ("local", "broadcast", "multicast", "anycast", "unreachable", "blackhole", "prohibit", "throw")
 """Kinds of routes by which nothing is sent to another node."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from hpcrun.tuning.issue import ValueIssue, make_error, make_note, make_warning, quote_value
+from hpcrun.finding import Finding
 from hpcrun.tuning.lint.environment import VariableAssignment
 from hpcrun.tuning.lint.traffic_classes import CLASS_VARIABLES, check_class_agreement, decode_traffic_class
 from hpcrun.tuning.registry.device_names import parse_device_list
@@ -17,9 +17,7 @@ from hpcrun.tuning.registry.nccl_grammar import (
 )
 from hpcrun.tuning.registry.registry import Version, format_version, value_in_release, variable_registry
 from hpcrun.tuning.registry.values import parse_c_integer
-
-VariableIssue = tuple[str, ValueIssue]
-"""The variable at which it is told, and what."""
+from hpcrun.tuning.variable_findings import make_error, make_note, make_warning, quote_value
 
 _STEPS = 8
 """NCCL_STEPS: parts of a buffer, each at most as large as a chunk."""
@@ -62,9 +60,7 @@ class SettingsView:
         return self.version is not None and self.version >= release
 
 
-def find_conflicts(
-    settings: Mapping[str, VariableAssignment], version: Version | None
-) -> Iterator[VariableIssue]:
+def find_conflicts(settings: Mapping[str, VariableAssignment], version: Version | None) -> Iterator[Finding]:
     """Everything that does not go together."""
     view = SettingsView(settings, version)
     for rule in _RULES:
@@ -76,37 +72,35 @@ def find_plugin_folder(path: str) -> str | None:
     return next((one for one in path.split(":") if _PLUGINS.search(one)), None)
 
 
-def _sockets(view: SettingsView) -> Iterator[VariableIssue]:
+def _sockets(view: SettingsView) -> Iterator[Finding]:
     threads, sockets = view.number("NCCL_SOCKET_NTHREADS"), view.number("NCCL_NSOCKS_PERTHREAD")
     if threads and sockets and threads * sockets > 64:
-        yield (
+        yield make_error(
             "NCCL_NSOCKS_PERTHREAD",
-            make_error(f"{threads} threads × {sockets} sockets are {threads * sockets}; 64 are allowed"),
+            f"{threads} threads × {sockets} sockets are {threads * sockets}; 64 are allowed",
         )
 
 
-def _queue_pairs(view: SettingsView) -> Iterator[VariableIssue]:
+def _queue_pairs(view: SettingsView) -> Iterator[Finding]:
     split, pairs = view.number("NCCL_IB_SPLIT_DATA_ON_QPS"), view.number("NCCL_IB_QPS_PER_CONNECTION")
     if split is not None and (pairs or 1) == 1:
-        yield (
+        yield make_warning(
             "NCCL_IB_SPLIT_DATA_ON_QPS",
-            make_warning("does nothing with one queue pair; NCCL_IB_QPS_PER_CONNECTION is not above 1"),
+            "does nothing with one queue pair; NCCL_IB_QPS_PER_CONNECTION is not above 1",
         )
     elif split is None and pairs is not None and pairs > 1:
         default = value_in_release(
             variable_registry().variables["NCCL_IB_SPLIT_DATA_ON_QPS"].default, view.version
         )
         release = format_version(view.version) if view.version else "2.20 and later"
-        yield (
+        yield make_note(
             "NCCL_IB_QPS_PER_CONNECTION",
-            make_note(
-                f"NCCL_IB_SPLIT_DATA_ON_QPS is not set; {release} has {default}"
-                f" ({'split each message' if default == '1' else 'take the pairs in turn'})"
-            ),
+            f"NCCL_IB_SPLIT_DATA_ON_QPS is not set; {release} has {default}"
+            f" ({'split each message' if default == '1' else 'take the pairs in turn'})",
         )
 
 
-def _gid(view: SettingsView) -> Iterator[VariableIssue]:
+def _gid(view: SettingsView) -> Iterator[Finding]:
     index = view.number("NCCL_IB_GID_INDEX")
     if index is None or index < 0:
         return
@@ -116,28 +110,25 @@ def _gid(view: SettingsView) -> Iterator[VariableIssue]:
         if view.text(name)
     ]
     for name in others:
-        yield name, make_warning(f"is not looked at: NCCL_IB_GID_INDEX={index} chooses the GID")
+        yield make_warning(name, f"is not looked at: NCCL_IB_GID_INDEX={index} chooses the GID")
     if view.version is None or view.since(2, 21):
         newer = "" if view.version else "from 2.21 on "
-        yield (
+        yield make_warning(
             "NCCL_IB_GID_INDEX",
-            make_warning(
-                f"{newer}NCCL finds it; a fixed index differs between nodes, reboots and containers:"
-                " leave it out, or say NCCL_IB_ADDR_FAMILY and NCCL_IB_ADDR_RANGE"
-            ),
+            f"{newer}NCCL finds it; a fixed index differs between nodes, reboots and containers:"
+            " leave it out, or say NCCL_IB_ADDR_FAMILY and NCCL_IB_ADDR_RANGE",
         )
 
 
-def _no_infiniband(view: SettingsView) -> Iterator[VariableIssue]:
+def _no_infiniband(view: SettingsView) -> Iterator[Finding]:
     named = view.text("NCCL_NET") or ""
     net = named.lower()
     off = view.number("NCCL_IB_DISABLE") == 1
     if off and net == "ib":
-        yield "NCCL_NET", make_error("is IB while NCCL_IB_DISABLE=1 turns it off; take one of them out")
+        yield make_error("NCCL_NET", "is IB while NCCL_IB_DISABLE=1 turns it off; take one of them out")
     elif net not in ("", "ib", "socket") and (view.text("NCCL_NET_PLUGIN") or "").lower() == "none":
-        yield (
-            "NCCL_NET",
-            make_error(f"{quote_value(named)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none"),
+        yield make_error(
+            "NCCL_NET", f"{quote_value(named)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none"
         )
     if off or net == "socket":
         why = "NCCL_IB_DISABLE=1" if off else "NCCL_NET=Socket"
@@ -147,53 +138,49 @@ def _no_infiniband(view: SettingsView) -> Iterator[VariableIssue]:
                 and name != "NCCL_IB_DISABLE"
                 and name in variable_registry().variables
             ):
-                yield name, make_warning(f"does nothing: {why} turns InfiniBand and RoCE off")
+                yield make_warning(name, f"does nothing: {why} turns InfiniBand and RoCE off")
     plugin = find_plugin_folder(view.text("LD_LIBRARY_PATH") or "")
     if off and plugin and (view.text("NCCL_NET_PLUGIN") or "").lower() != "none":
-        yield (
+        yield make_warning(
             "NCCL_IB_DISABLE",
-            make_warning(
-                f"is ignored once a plugin is loaded, and LD_LIBRARY_PATH holds {quote_value(plugin)};"
-                " NCCL_NET=Socket is the sure way, NCCL_NET_PLUGIN=none keeps the plugin out"
-            ),
+            f"is ignored once a plugin is loaded, and LD_LIBRARY_PATH holds {quote_value(plugin)};"
+            " NCCL_NET=Socket is the sure way, NCCL_NET_PLUGIN=none keeps the plugin out",
         )
 
 
-def _bounds(view: SettingsView) -> Iterator[VariableIssue]:
+def _bounds(view: SettingsView) -> Iterator[Finding]:
     for what in ("CTAS", "NCHANNELS", "P2P_NCHANNELS", "NRINGS"):
         low, high = view.number(f"NCCL_MIN_{what}"), view.number(f"NCCL_MAX_{what}")
         if low is not None and high is not None and low > high:
-            yield f"NCCL_MIN_{what}", make_error(f"{low} is above NCCL_MAX_{what}={high}")
+            yield make_error(f"NCCL_MIN_{what}", f"{low} is above NCCL_MAX_{what}={high}")
     for end in ("MIN", "MAX"):
         if view.text(f"NCCL_{end}_CTAS") and view.text(f"NCCL_{end}_NCHANNELS"):
-            yield (
+            yield make_warning(
                 f"NCCL_{end}_NCHANNELS",
-                make_warning(f"stands beside NCCL_{end}_CTAS; the tighter of the two holds: keep that one"),
+                f"stands beside NCCL_{end}_CTAS; the tighter of the two holds: keep that one",
             )
         if view.text(f"NCCL_{end}_NRINGS") and view.text(f"NCCL_{end}_NCHANNELS"):
-            yield f"NCCL_{end}_NRINGS", make_warning(f"is ignored beside NCCL_{end}_NCHANNELS")
+            yield make_warning(f"NCCL_{end}_NRINGS", f"is ignored beside NCCL_{end}_NCHANNELS")
 
 
-def _chunks(view: SettingsView) -> Iterator[VariableIssue]:
+def _chunks(view: SettingsView) -> Iterator[Finding]:
     buffer = view.number("NCCL_BUFFSIZE") or view.default("NCCL_BUFFSIZE") or 0
     step = buffer // _STEPS
     chunk = view.number("NCCL_CHUNK_SIZE")
     if chunk is not None and chunk >= _MIB:
-        yield (
-            "NCCL_CHUNK_SIZE",
-            make_warning(f"{chunk}: from 1 MiB on results have been wrong, with Xid 31; stay below"),
+        yield make_warning(
+            "NCCL_CHUNK_SIZE", f"{chunk}: from 1 MiB on results have been wrong, with Xid 31; stay below"
         )
     for name in ("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE"):
         size = view.number(name)
         if size is not None and size > step and (view.version is None or view.since(2, 19)):
             text = f"{size} is cut to {step}, an eighth of NCCL_BUFFSIZE"
-            yield (
-                name,
-                make_note(f"{text}; {size * _STEPS} there would let it count, and takes that much memory"),
+            yield make_note(
+                name, f"{text}; {size * _STEPS} there would let it count, and takes that much memory"
             )
 
 
-def _adaptive_routing(view: SettingsView) -> Iterator[VariableIssue]:
+def _adaptive_routing(view: SettingsView) -> Iterator[Finding]:
     """The size from which on data goes apart from its notice: src/transport/net_ib/p2p.cc:131 of 2.30.7.
 
     What it costs: N#1050.
@@ -204,16 +191,14 @@ def _adaptive_routing(view: SettingsView) -> Iterator[VariableIssue]:
         return
     buffer = view.number("NCCL_BUFFSIZE") or view.default("NCCL_BUFFSIZE") or 0
     if threshold > buffer:
-        yield (
-            name,
-            make_warning(f"{threshold} is above NCCL_BUFFSIZE {buffer}: no message uses adaptive routing"),
+        yield make_warning(
+            name, f"{threshold} is above NCCL_BUFFSIZE {buffer}: no message uses adaptive routing"
         )
     elif view.number("NCCL_IB_ADAPTIVE_ROUTING") == 0:
-        yield name, make_warning("does nothing: NCCL_IB_ADAPTIVE_ROUTING=0 sends each message in one piece")
+        yield make_warning(name, "does nothing: NCCL_IB_ADAPTIVE_ROUTING=0 sends each message in one piece")
     elif view.number("NCCL_IB_OOO_RQ") == 1 and (view.version is None or view.since(2, 30)):
-        yield (
-            name,
-            make_warning("is not looked at: NCCL_IB_OOO_RQ=1 lets data and its notice arrive in any order"),
+        yield make_warning(
+            name, "is not looked at: NCCL_IB_OOO_RQ=1 lets data and its notice arrive in any order"
         )
     elif threshold < _ROUTED_FROM:
         sizes = "all messages" if threshold <= 0 else f"messages of {threshold} to {_ROUTED_FROM} bytes"
@@ -227,10 +212,10 @@ def _adaptive_routing(view: SettingsView) -> Iterator[VariableIssue]:
             f" {_ROUTED_FROM} is the default, and large ones gain nothing. It is wrong where adaptive routing"
             f" is off: on InfiniBand it must be on for the service level of NCCL_IB_SL, on RoCE {roce}"
         )
-        yield name, make_warning(text, "; leave it out, unless small messages were measured to gain")
+        yield make_warning(name, text, "leave it out, unless small messages were measured to gain")
 
 
-def _algorithms(view: SettingsView) -> Iterator[VariableIssue]:
+def _algorithms(view: SettingsView) -> Iterator[Finding]:
     algo, proto = view.text("NCCL_ALGO"), view.text("NCCL_PROTO")
     chosen = parse_nccl_selection("NCCL_ALGO", algo, view.version) if algo else None
     if chosen is not None and chosen.is_valid:
@@ -249,36 +234,32 @@ def _algorithms(view: SettingsView) -> Iterator[VariableIssue]:
             if is_off and wanted:
                 alone = left <= names
                 say = make_error if alone else make_warning
-                yield "NCCL_ALGO", say(f"asks for {', '.join(wanted)}, which {switch} has turned off")
+                yield say("NCCL_ALGO", f"asks for {', '.join(wanted)}, which {switch} has turned off")
     if chosen and proto and chosen.is_valid and (view.version is None or view.since(*FROM_EMPTY_SINCE)):
         other = parse_nccl_selection("NCCL_PROTO", proto, view.version)
         lost = sorted(set(other.chosen) - set(chosen.chosen)) if other.is_valid else []
         if lost:
-            yield (
+            yield make_error(
                 "NCCL_ALGO",
-                make_error(
-                    f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={quote_value(proto)}"
-                    " covers: from 2.31"
-                    f" on they have no algorithm",
-                    f"; write {quote_value(f'ring,tree;{algo}')}",
-                    f"ring,tree;{algo}",
-                ),
+                f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={quote_value(proto)}"
+                " covers: from 2.31"
+                f" on they have no algorithm",
+                f"write {quote_value(f'ring,tree;{algo}')}",
+                f"ring,tree;{algo}",
             )
 
 
-def _symmetric(view: SettingsView) -> Iterator[VariableIssue]:
+def _symmetric(view: SettingsView) -> Iterator[Finding]:
     kernels = view.text("NCCL_SYM_KERNEL")
     if kernels and not view.text("NCCL_ALGO") and (view.version is None or view.since(*FROM_EMPTY_SINCE)):
-        yield (
+        yield make_warning(
             "NCCL_SYM_KERNEL",
-            make_warning(
-                "from 2.31 on leaves what it names without the usual algorithms, so that buffers that are"
-                " not registered fail; name some in NCCL_ALGO too"
-            ),
+            "from 2.31 on leaves what it names without the usual algorithms, so that buffers that are"
+            " not registered fail; name some in NCCL_ALGO too",
         )
 
 
-def _protocols(view: SettingsView) -> Iterator[VariableIssue]:
+def _protocols(view: SettingsView) -> Iterator[Finding]:
     algo, proto = view.text("NCCL_ALGO"), view.text("NCCL_PROTO")
     if not algo or not proto:
         return
@@ -293,102 +274,93 @@ def _protocols(view: SettingsView) -> Iterator[VariableIssue]:
             and function not in functions_without_choice(algorithms)
         )
         if simple and "simple" not in protocols.chosen.get(function, frozenset({"simple"})):
-            yield (
+            yield make_error(
                 "NCCL_PROTO",
-                make_error(
-                    f"{quote_value(proto)} leaves {function} nothing: {', '.join(sorted(left))} know"
-                    " Simple alone"
-                ),
+                f"{quote_value(proto)} leaves {function} nothing: {', '.join(sorted(left))} know"
+                " Simple alone",
             )
 
 
-def _memory(view: SettingsView) -> Iterator[VariableIssue]:
+def _memory(view: SettingsView) -> Iterator[Finding]:
     if view.number("NCCL_MNNVL_ENABLE") == 1 and view.number("NCCL_CUMEM_ENABLE") == 0:
-        yield "NCCL_CUMEM_ENABLE", make_error("is 0, and NVLink between nodes (NCCL_MNNVL_ENABLE=1) needs it")
+        yield make_error("NCCL_CUMEM_ENABLE", "is 0, and NVLink between nodes (NCCL_MNNVL_ENABLE=1) needs it")
     if view.number("NCCL_P2P_DISABLE") == 1 and view.text("NCCL_P2P_LEVEL"):
-        yield "NCCL_P2P_LEVEL", make_warning("is not looked at: NCCL_P2P_DISABLE=1")
+        yield make_warning("NCCL_P2P_LEVEL", "is not looked at: NCCL_P2P_DISABLE=1")
     if view.number("NCCL_P2P_DISABLE") == 1 and view.number("NCCL_SHM_DISABLE") == 1:
-        yield (
-            "NCCL_SHM_DISABLE",
-            make_warning("with NCCL_P2P_DISABLE sends all traffic of a node through its NIC"),
+        yield make_warning(
+            "NCCL_SHM_DISABLE", "with NCCL_P2P_DISABLE sends all traffic of a node through its NIC"
         )
     if view.number("NCCL_MULTI_RANK_GPU_ENABLE") == 1 and view.number("NCCL_NVLS_ENABLE") == 1:
         text = "is 1, which fails at start with several ranks on a GPU"
-        yield "NCCL_NVLS_ENABLE", make_error(text, "; use 2 or 0", "2")
+        yield make_error("NCCL_NVLS_ENABLE", text, "use 2 or 0", "2")
     mixing, ordering = (
         view.number("NCCL_GRAPH_MIXING_SUPPORT"),
         view.number("NCCL_GRAPH_STREAM_ORDERING"),
     )
     if mixing == 1 and ordering == 0:
-        yield (
-            "NCCL_GRAPH_STREAM_ORDERING",
-            make_warning("is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"),
+        yield make_warning(
+            "NCCL_GRAPH_STREAM_ORDERING", "is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"
         )
 
 
-def _partition(view: SettingsView) -> Iterator[VariableIssue]:
+def _partition(view: SettingsView) -> Iterator[Finding]:
     value = view.number("NCCL_IB_PKEY_VALUE")
     if view.text("NCCL_IB_PKEY") and value is not None and value >= 0:
-        yield "NCCL_IB_PKEY", make_warning("is not looked at: NCCL_IB_PKEY_VALUE chooses the partition")
+        yield make_warning("NCCL_IB_PKEY", "is not looked at: NCCL_IB_PKEY_VALUE chooses the partition")
 
 
-def _traffic_class(view: SettingsView) -> Iterator[VariableIssue]:
+def _traffic_class(view: SettingsView) -> Iterator[Finding]:
     for name in CLASS_VARIABLES:
         value = view.number(name)
         if value is not None and 0 < value <= 255:
             what = decode_traffic_class(value)
             no_marks = value & 3 == 0
             hint = "; so that marking hangs on the NIC setting its bits itself" if no_marks else ""
-            yield name, make_note(f"is {what}; the switches must map it{hint}")
+            yield make_note(name, f"is {what}; the switches must map it{hint}")
     ours, theirs = view.number("NCCL_IB_TC"), view.number("UCX_IB_TRAFFIC_CLASS")
     if ours is None or theirs is None or not (0 <= ours <= 255 and 0 <= theirs <= 255):
         return
     for one in check_class_agreement(
         {"NCCL_IB_TC": str(ours), "UCX_IB_TRAFFIC_CLASS": str(theirs)}, "", uses_ucx=True
     ):
-        yield "UCX_IB_TRAFFIC_CLASS", make_warning(one.text)
+        yield make_warning("UCX_IB_TRAFFIC_CLASS", one.text)
 
 
-def _interfaces(view: SettingsView) -> Iterator[VariableIssue]:
+def _interfaces(view: SettingsView) -> Iterator[Finding]:
     ours, gloo = view.text("NCCL_SOCKET_IFNAME"), view.text("GLOO_SOCKET_IFNAME")
     if gloo:
         if gloo[0] in "^=":
-            yield (
-                "GLOO_SOCKET_IFNAME",
-                make_error(f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names"),
+            yield make_error(
+                "GLOO_SOCKET_IFNAME", f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names"
             )
         elif ours and not any(parse_device_list(ours).takes(one) for one in gloo.split(",")):
-            yield (
+            yield make_warning(
                 "GLOO_SOCKET_IFNAME",
-                make_warning(
-                    f"is {quote_value(gloo)}, which NCCL_SOCKET_IFNAME {quote_value(ours)} leaves out"
-                ),
+                f"is {quote_value(gloo)}, which NCCL_SOCKET_IFNAME {quote_value(ours)} leaves out",
             )
     entries = (view.text("UCX_NET_DEVICES") or "").split(",")
     bare = re.compile(r"mlx5_\d+|bnxt_re\d+")
     with_ports = ",".join(f"{entry}:1" if bare.fullmatch(entry) else entry for entry in entries)
     for entry in filter(bare.fullmatch, entries):
         text = f"{entry} has no port and matches nothing"
-        yield "UCX_NET_DEVICES", make_error(text, f"; write {entry}:1", with_ports)
+        yield make_error("UCX_NET_DEVICES", text, f"write {entry}:1", with_ports)
 
 
-def _debugging(view: SettingsView) -> Iterator[VariableIssue]:
+def _debugging(view: SettingsView) -> Iterator[Finding]:
     level, path = (view.text("NCCL_DEBUG") or "").upper(), view.text("NCCL_DEBUG_FILE")
     levels = (view.text("NCCL_DEBUG_LEVELS") or "").upper()
     if view.text("NCCL_DEBUG_SUBSYS") and level not in ("INFO", "TRACE") and "INFO" not in levels:
-        yield "NCCL_DEBUG_SUBSYS", make_note("does nothing until NCCL_DEBUG is INFO or TRACE")
+        yield make_note("NCCL_DEBUG_SUBSYS", "does nothing until NCCL_DEBUG is INFO or TRACE")
     if path and path not in ("/dev/stdout", "/dev/stderr") and "%p" not in path:
-        yield (
+        yield make_warning(
             "NCCL_DEBUG_FILE",
-            make_warning(
-                "ranks write over each other's file",
-                f"; write {quote_value(f'{path}.%h.%p')}",
-                f"{path}.%h.%p",
-            ),
+            "ranks write over each other's file",
+            f"write {quote_value(f'{path}.%h.%p')}",
+            f"{path}.%h.%p",
         )
 
 
-def _old_detours(view: SettingsView) -> Iterator[VariableIssue]:
+def _old_detours(view: SettingsView) -> Iterator[Finding]:
     """Ways around P2P and PXN that gave wrong sums: seen with 2.15.5, and answered with `use 2.19`."""
     if view.version is None or view.version >= _RIGHT_DETOURS:
         return
@@ -398,52 +370,48 @@ def _old_detours(view: SettingsView) -> Iterator[VariableIssue]:
             text = (
                 f"allreduce between nodes has given wrong results with it in old releases (this is {release})"
             )
-            yield name, make_warning(f"{text}; take it out, or use NCCL {right}")
+            yield make_warning(name, f"{text}; take it out, or use NCCL {right}")
 
 
-def _ras(view: SettingsView) -> Iterator[VariableIssue]:
+def _ras(view: SettingsView) -> Iterator[Finding]:
     version = view.version
     if version is not None and version in _RAS_CRASHES and view.number("NCCL_RAS_ENABLE") != 0:
         release = format_version(version)
-        yield (
-            "NCCL_RAS_ENABLE",
-            make_note(f"asking the RAS thread of {release} has ended jobs; 0 turns it off"),
+        yield make_note(
+            "NCCL_RAS_ENABLE", f"asking the RAS thread of {release} has ended jobs; 0 turns it off"
         )
 
 
-def _torch(view: SettingsView) -> Iterator[VariableIssue]:
+def _torch(view: SettingsView) -> Iterator[Finding]:
     for name in ("ASYNC_ERROR_HANDLING", "BLOCKING_WAIT", "DESYNC_DEBUG", "AVOID_RECORD_STREAMS"):
         if view.text(f"NCCL_{name}") and view.text(f"TORCH_NCCL_{name}"):
-            yield f"NCCL_{name}", make_warning(f"stands beside TORCH_NCCL_{name}, its new name; take it out")
+            yield make_warning(f"NCCL_{name}", f"stands beside TORCH_NCCL_{name}, its new name; take it out")
     waits = view.number("TORCH_NCCL_BLOCKING_WAIT") == 1 or view.number("NCCL_BLOCKING_WAIT") == 1
     if waits and (view.number("TORCH_NCCL_ASYNC_ERROR_HANDLING") or 0) > 0:
-        yield (
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-            make_warning("does nothing beside TORCH_NCCL_BLOCKING_WAIT=1"),
+        yield make_warning(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "does nothing beside TORCH_NCCL_BLOCKING_WAIT=1"
         )
 
 
-def _open_mpi(view: SettingsView) -> Iterator[VariableIssue]:
+def _open_mpi(view: SettingsView) -> Iterator[Finding]:
     rules, use = (
         view.text("OMPI_MCA_coll_tuned_dynamic_rules_filename"),
         view.number("OMPI_MCA_coll_tuned_use_dynamic_rules"),
     )
     if rules and use != 1:
-        yield (
+        yield make_error(
             "OMPI_MCA_coll_tuned_dynamic_rules_filename",
-            make_error("is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1"),
+            "is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1",
         )
     elif rules and view.number("OMPI_MCA_coll_han_priority") != 0:
-        yield (
+        yield make_note(
             "OMPI_MCA_coll_tuned_dynamic_rules_filename",
-            make_note(
-                "from Open MPI 5 on HAN stands before these rules, which then hold inside a node and between"
-                " leaders alone; OMPI_MCA_coll_han_priority=0 gives them all"
-            ),
+            "from Open MPI 5 on HAN stands before these rules, which then hold inside a node and between"
+            " leaders alone; OMPI_MCA_coll_han_priority=0 gives them all",
         )
 
 
-_RULES: tuple[Callable[[SettingsView], Iterator[VariableIssue]], ...] = (
+_RULES: tuple[Callable[[SettingsView], Iterator[Finding]], ...] = (
     _sockets,
     _queue_pairs,
     _gid,

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.issue import ValueIssue, make_error, make_warning
+from hpcrun.finding import Finding
 from hpcrun.tuning.registry.registry import Version
+from hpcrun.tuning.variable_findings import make_error, make_warning
 
 _ASSIGNMENT = re.compile(r"(?:export |declare -x )?([A-Za-z_][A-Za-z0-9_]*|BASH_FUNC_\S+?)=(.*)", re.S)
 _NAMED = re.compile(r"(?:export |declare -x )([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
@@ -47,7 +48,7 @@ class VariableAssignment:
     where: str
     """With its line where it has one."""
     is_exported: bool = True
-    faults: tuple[ValueIssue, ...] = ()
+    faults: tuple[Finding, ...] = ()
     raw: str = ""
     """How it is written, where that says more than the value."""
 
@@ -233,7 +234,7 @@ def parse_nccl_conf(text: str, name: str, version: Version | None = None) -> Env
         where = f"{name}:{number}"
         key, equals, value = line.partition("=")
         if not equals:
-            fault = make_error("has no `=` and is passed over")
+            fault = make_error(key.strip(), "has no `=` and is passed over")
             settings.append(VariableAssignment(key.strip(), None, name, where, False, (fault,), line))
             continue
         settings.append(
@@ -260,21 +261,21 @@ def _repair_names(settings: Sequence[VariableAssignment]) -> Iterator[VariableAs
             yield one
 
 
-def _check_conf_line(key: str, value: str, version: Version | None) -> Iterator[ValueIssue]:
+def _check_conf_line(key: str, value: str, version: Version | None) -> Iterator[Finding]:
     if key.strip().startswith("export "):
-        yield make_error("this is no shell: `export` becomes part of the name; take it out")
+        yield make_error(key, "this is no shell: `export` becomes part of the name; take it out")
     elif key != key.strip():
-        yield make_error("the blank is part of the name; take it out")
+        yield make_error(key, "the blank is part of the name; take it out")
     if value.endswith("\r"):
         text = "the line ends as on Windows, and that end is part of the value"
-        yield make_error(text) if version is not None else make_warning(f"{text} before NCCL 2.30")
+        yield make_error(key, text) if version is not None else make_warning(key, f"{text} before NCCL 2.30")
     elif value != value.strip():
-        yield make_warning("the blank is part of the value; take it out")
+        yield make_warning(key, "the blank is part of the value; take it out")
     if value[:1] in ("'", '"'):
-        yield make_error("the quotes are part of the value; take them out")
+        yield make_error(key, "the quotes are part of the value; take them out")
     if re.search(r"\s#", value):
-        yield make_error("a comment behind the value is part of it; give it a line of its own")
+        yield make_error(key, "a comment behind the value is part of it; give it a line of its own")
     if "$" in value:
-        yield make_error("this is no shell: $ is not replaced")
+        yield make_error(key, "this is no shell: $ is not replaced")
     if len(key) > _LONGEST or len(value) > _LONGEST:
-        yield make_error(f"NCCL keeps {_LONGEST} characters and drops the rest")
+        yield make_error(key, f"NCCL keeps {_LONGEST} characters and drops the rest")

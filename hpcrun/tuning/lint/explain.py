@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.issue import LintIssue, quote_value
+from hpcrun.finding import Finding
 from hpcrun.tuning.lint.environment import PrecedenceChain, printable_value
 from hpcrun.tuning.lint.lint import LintReport, chain_as_json
 from hpcrun.tuning.lint.traffic_classes import CLASS_VARIABLES, decode_traffic_class
@@ -22,6 +22,7 @@ from hpcrun.tuning.registry.registry import (
     variable_registry,
 )
 from hpcrun.tuning.registry.values import parse_c_integer
+from hpcrun.tuning.variable_findings import quote_value
 
 _KINDS = {
     "system": "a fact of the site: belongs into its profile",
@@ -53,7 +54,7 @@ class VariableExplanation:
     variable: CommVariable | None
     version: Version | None
     chain: PrecedenceChain | None
-    findings: tuple[LintIssue, ...]
+    findings: tuple[Finding, ...]
 
     @property
     def is_read(self) -> bool | None:
@@ -86,7 +87,7 @@ class VariableExplanation:
         if self.chain is None:
             yield _format_line("set", "nowhere that was looked at")
         for one in self.findings:
-            yield _format_line(one.level, one.text)
+            yield _format_line(one.severity, one.message)
 
     def _known(self, known: CommVariable) -> Iterator[str]:
         owner = "" if known.owner == "nccl" else f"of {known.owner}; "
@@ -163,7 +164,7 @@ def explain_variable(name: str, report: LintReport, version: Version | None) -> 
         if guess in known or guess in variable_registry().lookalikes or guess in variable_registry().symbols:
             name = guess
             break
-    findings = tuple(one for one in report.findings if one.name == name)
+    findings = tuple(one for one in report.findings if one.subject == name)
     return VariableExplanation(name, known.get(name), version, report.chains.get(name), findings)
 
 

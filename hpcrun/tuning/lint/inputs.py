@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.issue import LintIssue
+from hpcrun.finding import Finding, Severity
 from hpcrun.tuning.lint.environment import (
     CONF_FILE_SINCE,
     EnvironmentLayer,
@@ -21,7 +21,7 @@ from hpcrun.tuning.lint.environment import (
     read_user_file,
     resolve_layers,
 )
-from hpcrun.tuning.lint.lint import LintReport, lint_layers, sort_issues
+from hpcrun.tuning.lint.lint import LintReport, lint_layers, sort_lint_findings
 from hpcrun.tuning.lint.named_files import find_named_files, named_file_kind
 from hpcrun.tuning.lint.rank_environments import (
     RankEnvironment,
@@ -125,17 +125,17 @@ def gather_lint_input(sources: LintSources, environ: Mapping[str, str]) -> LintI
 def lint_gathered(gathered: LintInput) -> LintReport:
     """All that is wrong in it: in each environment, and between them."""
     reports = [lint_layers(gathered.layers(base), gathered.library.version) for base in gathered.bases]
-    findings: dict[tuple[str, str, str], LintIssue] = {}
+    findings: dict[tuple[str, str, str], Finding] = {}
     files = [dump.values.get("NCCL_DEBUG_FILE") for dump in gathered.dumps]
     apart = bool(files) and len(set(files)) == len(files)
     missing = [one for base in gathered.bases for one in _missing_files(gathered, base)]
     for one in (*missing, *(found for report in reports for found in report.findings)):
-        if not (apart and one.name == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
-            findings.setdefault((one.level, one.name, one.text), one)
+        if not (apart and one.subject == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
+            findings.setdefault((one.severity, one.subject, one.message), one)
     notes = (*gathered.notes, *reports[0].notes)
     if gathered.elsewhere and any(named_file_kind(name) for name in reports[0].chains):
         notes += (f"files that variables name were not looked for: {gathered.elsewhere[0]}",)
-    whole = sort_issues([*findings.values(), *compare_rank_environments(gathered.dumps)])
+    whole = sort_lint_findings([*findings.values(), *compare_rank_environments(gathered.dumps)])
     return LintReport(whole, reports[0].chains, notes, reports[0].read)
 
 
@@ -231,7 +231,7 @@ def _why_files_may_differ(sources: LintSources, job: ResolvedJob | None) -> Iter
         yield "the environment was written down elsewhere"
 
 
-def _missing_files(gathered: LintInput, base: EnvironmentLayer) -> Iterator[LintIssue]:
+def _missing_files(gathered: LintInput, base: EnvironmentLayer) -> Iterator[Finding]:
     """Files that settings name and that this host has not; those of a job's own may be on its nodes alone."""
     if gathered.elsewhere:
         return
@@ -244,4 +244,5 @@ def _missing_files(gathered: LintInput, base: EnvironmentLayer) -> Iterator[Lint
         setting = counts[one.variable]
         is_here = setting.origin == "shell" or "/" in setting.origin
         text = one.lacks if is_here else f"{one.lacks}; look whether the job's nodes have it"
-        yield LintIssue("warning" if is_here else "note", one.variable, text, setting.where)
+        severity: Severity = "warning" if is_here else "note"
+        yield Finding(severity, "variable", one.variable, text, where=setting.where)

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpcrun.tuning.issue import (
-    IssueLevel,
-    LintIssue,
-    ValueIssue,
-    make_error,
-    make_note,
-    make_warning,
-    quote_value,
-)
+from hpcrun.finding import SEVERITIES, Finding, Severity, count_severities, sort_findings
 from hpcrun.tuning.lint.conflicts import find_conflicts
 from hpcrun.tuning.lint.demands import is_demanded_by_platform
 from hpcrun.tuning.lint.environment import (
@@ -36,8 +28,13 @@ from hpcrun.tuning.registry.registry import (
     variable_registry,
 )
 from hpcrun.tuning.registry.values import check_value, parse_c_integer
+from hpcrun.tuning.variable_findings import (
+    make_error,
+    make_note,
+    make_warning,
+    quote_value,
+)
 
-_ORDER = {"error": 0, "warning": 1, "note": 2}
 _OURS = re.compile(r"NCCL_|RCCL_|TORCH_NCCL_")
 """How the names begin that nobody but NCCL and its company uses."""
 
@@ -46,7 +43,7 @@ _OURS = re.compile(r"NCCL_|RCCL_|TORCH_NCCL_")
 class LintReport:
     """All that was found, and what counts."""
 
-    findings: tuple[LintIssue, ...]
+    findings: tuple[Finding, ...]
     chains: Mapping[str, PrecedenceChain]
     """Of the variables that are known or look as if."""
     notes: tuple[str, ...] = ()
@@ -57,7 +54,7 @@ class LintReport:
     @property
     def has_errors(self) -> bool:
         """Whether anything does not do what it says."""
-        return any(one.level == "error" for one in self.findings)
+        return count_severities(self.findings)["error"] > 0
 
     def origins(self) -> Iterator[str]:
         """Every variable that is set, its value, and where that stands."""
@@ -104,41 +101,35 @@ def lint_layers(layers: Sequence[EnvironmentLayer], version: Version | None) -> 
         for name, chain in chains.items()
         if is_communication_variable(name) and not _is_scripts_own(chain, used)
     }
-    findings = [*_check_places(ours)]
-    for name, chain in ours.items():
+    faults = [*find_conflicts(counts, version)]
+    for chain in ours.values():
         if chain.winner is not None:
-            findings += (
-                LintIssue(fault.level, name, _text(fault, name, counts, version), chain.winner.where)
-                for fault in check_assignment(chain.winner, version, counts)
-            )
-    for name, fault in find_conflicts(counts, version):
-        where = counts[name].where if name in counts else ""
-        findings.append(LintIssue(fault.level, name, _text(fault, name, counts, version), where))
+            faults += check_assignment(chain.winner, version, counts)
+    findings = [_place_finding(fault, counts, version) for fault in faults]
     return LintReport(
-        sort_issues(findings),
+        sort_lint_findings([*_check_places(ours), *findings]),
         ours,
         tuple(line for layer in layers for line in layer.notes),
         tuple(_coverage_note(layer) for layer in layers if layer.read is not None),
     )
 
 
-def _text(
-    fault: ValueIssue, name: str, counts: Mapping[str, VariableAssignment], version: Version | None
-) -> str:
-    """What a fault says, with its remedy only where that leaves nothing as bad behind."""
-    return fault.text if is_sound_remedy(fault, name, counts, version) else fault.bare
-
-
-def is_sound_remedy(
-    fault: ValueIssue, name: str, counts: Mapping[str, VariableAssignment], version: Version | None
-) -> bool:
-    """Whether the value that a fault proposes has itself no fault that is as bad or worse."""
-    if fault.instead is None or name not in counts:
-        return True
-    mended = {**counts, name: replace(counts[name], value=fault.instead)}
+def _place_finding(
+    fault: Finding, counts: Mapping[str, VariableAssignment], version: Version | None
+) -> Finding:
+    """Add where the variable is set; drop a remedy whose value has itself a fault as bad or worse."""
+    name = fault.subject
+    if name not in counts:
+        return fault
+    fault = replace(fault, where=counts[name].where)
+    if fault.proposal is None:
+        return fault
+    mended = {**counts, name: replace(counts[name], value=fault.proposal)}
     left = [*check_assignment(mended[name], version, mended)]
-    left += [other for at_name, other in find_conflicts(mended, version) if at_name == name]
-    return all(_ORDER[other.level] > _ORDER[fault.level] for other in left)
+    left += [other for other in find_conflicts(mended, version) if other.subject == name]
+    worst = SEVERITIES.index(fault.severity)
+    is_sound = all(SEVERITIES.index(other.severity) > worst for other in left)
+    return fault if is_sound else replace(fault, remedy="", proposal=None)
 
 
 def _coverage_note(layer: EnvironmentLayer) -> str:
@@ -156,22 +147,23 @@ def _is_scripts_own(chain: PrecedenceChain, used: Collection[str]) -> bool:
     return not is_exported and not is_known and known.nearest(chain.name) is None
 
 
-def sort_issues(findings: Sequence[LintIssue]) -> tuple[LintIssue, ...]:
-    """Each of them once, errors first, then by name."""
-    once = dict.fromkeys(findings)
-    return tuple(sorted(once, key=lambda one: (_ORDER[one.level], one.name, one.where, one.text)))
+def sort_lint_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Each of them once, errors first, then by variable."""
+    return sort_findings(
+        sorted(findings, key=lambda finding: (finding.subject, finding.where, finding.message))
+    )
 
 
-def _check_places(chains: Mapping[str, PrecedenceChain]) -> Iterator[LintIssue]:
+def _check_places(chains: Mapping[str, PrecedenceChain]) -> Iterator[Finding]:
     """What is wrong with how a variable is written down, and what is set to no end."""
     for name, chain in chains.items():
         for setting, fate in chain.steps:
             for fault in setting.faults:
-                yield LintIssue(fault.level, name, fault.text, setting.where)
+                yield replace(fault, subject=name, where=setting.where)
             if not setting.faults and fate.startswith("not exported") and _is_for_ranks(name):
                 text = "is set without `export`, so that no rank sees it"
-                level: IssueLevel = "error" if name in variable_registry().variables else "warning"
-                yield LintIssue(level, name, text, setting.where)
+                severity: Severity = "error" if name in variable_registry().variables else "warning"
+                yield Finding(severity, "variable", name, text, where=setting.where)
         values = {setting.value for setting, fate in chain.steps if not fate.startswith("not exported")}
         if chain.winner is not None and len(values) > 1:
             lost = ", ".join(
@@ -179,7 +171,8 @@ def _check_places(chains: Mapping[str, PrecedenceChain]) -> Iterator[LintIssue]:
                 for setting, _ in chain.steps
                 if setting is not chain.winner and setting.value != chain.winner.value
             )
-            yield LintIssue("note", name, f"{_shown(chain.winner)} wins over {lost}", chain.winner.where)
+            text = f"{_shown(chain.winner)} wins over {lost}"
+            yield Finding("note", "variable", name, text, where=chain.winner.where)
 
 
 def _is_for_ranks(name: str) -> bool:
@@ -197,7 +190,7 @@ def check_assignment(
     setting: VariableAssignment,
     version: Version | None,
     environment: Mapping[str, VariableAssignment] | None = None,
-) -> Iterator[ValueIssue]:
+) -> Iterator[Finding]:
     """What is wrong with one variable taken by itself; the environment tells which platform this is."""
     known = variable_registry().variables.get(setting.name)
     if known is None:
@@ -207,63 +200,73 @@ def check_assignment(
     if absence:
         release = format_version(version or ())
         instead = f"; use {known.instead}" if known.instead else ""
-        say = make_error if known.removed and version and version >= known.removed else make_warning
-        yield say(f"does nothing: it {absence}, and this is {release}{instead}")
+        make = make_error if known.removed and version and version >= known.removed else make_warning
+        yield make(known.name, f"does nothing: it {absence}, and this is {release}{instead}")
         return
     if known.removed and version is None:
         instead = f"; use {known.instead}" if known.instead else ""
-        yield make_warning(f"is not read from {format_version(known.removed)} on{instead}")
+        yield make_warning(known.name, f"is not read from {format_version(known.removed)} on{instead}")
     if known.deprecated and (version is None or version >= known.deprecated):
         instead = f"; use {known.instead}" if known.instead else ""
-        yield make_note(f"is deprecated since {format_version(known.deprecated)}{instead}")
+        yield make_note(known.name, f"is deprecated since {format_version(known.deprecated)}{instead}")
     if known.kind == "undocumented":
-        yield make_note("is read by the library and documented nowhere we know; leave it unless you know why")
+        yield make_note(
+            known.name, "is read by the library and documented nowhere we know; leave it unless you know why"
+        )
     if setting.value is None:
-        yield make_note("is computed by the shell, so that its value is not checked")
+        yield make_note(known.name, "is computed by the shell, so that its value is not checked")
         return
     rule = value_in_release(known.values, version)
     faults = list(check_value(known.name, setting.value, rule, version)) if rule else []
     if is_demanded_by_platform(known.name, setting.value, environment or {}):
-        yield from (one for one in faults if one.level == "error")
+        yield from (fault for fault in faults if fault.severity == "error")
         return
     yield from faults
-    if not any(one.level == "error" for one in faults):
+    if not count_severities(faults)["error"]:
         yield from _check_leftover(known, setting.value, version)
 
 
-def _unknown(name: str) -> Iterator[ValueIssue]:
+def _unknown(name: str) -> Iterator[Finding]:
     impostor = variable_registry().lookalike(name)
     if impostor is not None:
         yield _lookalike_issue(impostor)
         return
     if name in variable_registry().symbols:
-        yield make_error(f"is no variable but {variable_registry().symbols[name]}; it does nothing")
+        yield make_error(name, f"is no variable but {variable_registry().symbols[name]}; it does nothing")
         return
     close = variable_registry().nearest(name)
     if name.startswith(("TORCH_NCCL_", "RCCL_")):
         hint = f"; did you mean {close}?" if close else ""
-        yield make_warning(f"is not known; {name.partition('_')[0]} reads more than is known here{hint}")
+        yield make_warning(
+            name, f"is not known; {name.partition('_')[0]} reads more than is known here{hint}"
+        )
     elif close:
-        yield make_error(f"is not known, and NCCL never complains about that; did you mean {close}?")
+        yield make_error(name, f"is not known, and NCCL never complains about that; did you mean {close}?")
     else:
         library = format_version(variable_registry().library)
-        yield make_warning(f"is not known: no NCCL up to {library} reads it, and nobody else that we know")
+        yield make_warning(
+            name, f"is not known: no NCCL up to {library} reads it, and nobody else that we know"
+        )
 
 
-def _lookalike_issue(found: LookalikeVariable) -> ValueIssue:
+def _lookalike_issue(found: LookalikeVariable) -> Finding:
     text = f"; {found.text}" if found.text else ""
     if found.reader == "torch":
-        return make_warning(f"is torch's old name, which NCCL never reads; use {found.instead}{text}")
+        return make_warning(
+            found.name, f"is torch's old name, which NCCL never reads; use {found.instead}{text}"
+        )
     if found.reader == "nobody":
-        return make_note(f"is read by nobody{text}")
+        return make_note(found.name, f"is read by nobody{text}")
     if found.reader:
-        return make_note(f"is not read by NCCL but by {found.reader}{text}")
+        return make_note(found.name, f"is not read by NCCL but by {found.reader}{text}")
     instead = f"; {found.instead} is what comes nearest" if found.instead else ""
     # That no plugin of any vendor reads it cannot be proved.
-    return make_warning(f"looks like one of NCCL's variables, and no release of NCCL reads it{instead}{text}")
+    return make_warning(
+        found.name, f"looks like one of NCCL's variables, and no release of NCCL reads it{instead}{text}"
+    )
 
 
-def _check_leftover(known: CommVariable, value: str, version: Version | None) -> Iterator[ValueIssue]:
+def _check_leftover(known: CommVariable, value: str, version: Version | None) -> Iterator[Finding]:
     if not known.left:
         return
     dangerous = known.left.split(",")
@@ -274,7 +277,7 @@ def _check_leftover(known: CommVariable, value: str, version: Version | None) ->
         if known.name in ("NCCL_PROTO", "NCCL_ALGO"):
             why = _choice_objection(known.name, value, version) or ""
         if why:
-            yield make_warning(f"{quote_value(value)}: left over from an experiment? {why}")
+            yield make_warning(known.name, f"{quote_value(value)}: left over from an experiment? {why}")
 
 
 def _choice_objection(name: str, value: str, version: Version | None) -> str:

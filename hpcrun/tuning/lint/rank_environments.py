@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from hpcrun.tuning.issue import LintIssue, quote_value
+from hpcrun.finding import Finding
 from hpcrun.tuning.lint.conflicts import find_plugin_folder
 from hpcrun.tuning.lint.environment import SECRET_VARIABLES, EnvironmentLayer
-from hpcrun.tuning.lint.lint import is_communication_variable, sort_issues
+from hpcrun.tuning.lint.lint import is_communication_variable, sort_lint_findings
 from hpcrun.tuning.registry.device_names import parse_device_list
 from hpcrun.tuning.registry.registry import variable_registry
+from hpcrun.tuning.variable_findings import quote_value
 
 _NODE_NAMES = ("SLURMD_NODENAME", "HOSTNAME", "HOST", "SLURM_NODEID")
 _RANK_NAMES = ("RANK", "SLURM_PROCID", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -47,17 +48,17 @@ def parse_rank_environment(layer: EnvironmentLayer) -> RankEnvironment:
     )
 
 
-def compare_rank_environments(dumps: Sequence[RankEnvironment]) -> tuple[LintIssue, ...]:
+def compare_rank_environments(dumps: Sequence[RankEnvironment]) -> tuple[Finding, ...]:
     """What differs between ranks and must not."""
-    findings: list[LintIssue] = []
+    findings: list[Finding] = []
     names = sorted({name for dump in dumps for name in dump.values if is_communication_variable(name)})
     for name in names:
         findings += _differences(name, dumps)
     findings += [*_same_host(dumps), *_plugins(dumps)]
-    return sort_issues(findings)
+    return sort_lint_findings(findings)
 
 
-def _differences(name: str, dumps: Sequence[RankEnvironment]) -> Iterator[LintIssue]:
+def _differences(name: str, dumps: Sequence[RankEnvironment]) -> Iterator[Finding]:
     known = variable_registry().variables.get(name)
     scope = known.ranks if known else "same"
     groups = _by_value(name, dumps)
@@ -66,15 +67,18 @@ def _differences(name: str, dumps: Sequence[RankEnvironment]) -> Iterator[LintIs
     if scope == "same":
         is_read = known is not None and known.owner == "nccl"
         text = f"must be equal on all ranks and is not: {_describe_groups(groups)}"
-        yield LintIssue("error" if is_read else "warning", name, text)
+        yield Finding("error" if is_read else "warning", "variable", name, text)
         return
     for node, members in groupby(
         sorted(dumps, key=lambda one: one.node or ""), key=lambda one: one.node or ""
     ):
         on_node = _by_value(name, list(members))
         if node and len(on_node) > 1:
-            yield LintIssue(
-                "error", name, f"differs between ranks of one node ({node}): {_describe_groups(on_node)}"
+            yield Finding(
+                "error",
+                "variable",
+                name,
+                f"differs between ranks of one node ({node}): {_describe_groups(on_node)}",
             )
     if name == "NCCL_IB_HCA":
         yield from _adapters(groups)
@@ -83,10 +87,10 @@ def _differences(name: str, dumps: Sequence[RankEnvironment]) -> Iterator[LintIs
             f"differs between nodes: {_describe_groups(groups)}; leave it to NCCL, or say"
             " NCCL_IB_ADDR_RANGE (2.21 on)"
         )
-        yield LintIssue("warning", name, text)
+        yield Finding("warning", "variable", name, text)
     elif name.endswith("_IFNAME"):
         text = f"differs between nodes: {_describe_groups(groups)}; all of them need a common, routed network"
-        yield LintIssue("warning", name, text)
+        yield Finding("warning", "variable", name, text)
 
 
 def _by_value(name: str, dumps: Sequence[RankEnvironment]) -> dict[str | None, list[RankEnvironment]]:
@@ -107,7 +111,7 @@ def _describe_groups(groups: Mapping[str | None, Sequence[RankEnvironment]]) -> 
     )
 
 
-def _same_host(dumps: Sequence[RankEnvironment]) -> Iterator[LintIssue]:
+def _same_host(dumps: Sequence[RankEnvironment]) -> Iterator[Finding]:
     nodes: dict[str, set[str]] = {}
     for dump in dumps:
         value = dump.values.get("NCCL_HOSTID")
@@ -119,25 +123,31 @@ def _same_host(dumps: Sequence[RankEnvironment]) -> Iterator[LintIssue]:
                 f"{quote_value(value)} is the same on {', '.join(sorted(found))}: NCCL takes them for"
                 " one node"
             )
-            yield LintIssue("error", "NCCL_HOSTID", text)
+            yield Finding("error", "variable", "NCCL_HOSTID", text)
 
 
-def _adapters(groups: Mapping[str | None, Sequence[RankEnvironment]]) -> Iterator[LintIssue]:
+def _adapters(groups: Mapping[str | None, Sequence[RankEnvironment]]) -> Iterator[Finding]:
     lists = [parse_device_list(value).entries if value else () for value in groups]
     told = _describe_groups(groups)
     if len({len(one) for one in lists}) > 1:
-        yield LintIssue("error", "NCCL_IB_HCA", f"names different numbers of adapters: {told}")
+        yield Finding("error", "variable", "NCCL_IB_HCA", f"names different numbers of adapters: {told}")
     elif len({frozenset(one) for one in lists}) == 1:
-        yield LintIssue(
-            "warning", "NCCL_IB_HCA", f"has the same adapters in another order, so rails cross: {told}"
+        yield Finding(
+            "warning",
+            "variable",
+            "NCCL_IB_HCA",
+            f"has the same adapters in another order, so rails cross: {told}",
         )
     else:
-        yield LintIssue(
-            "note", "NCCL_IB_HCA", f"differs between nodes: {told}; see that the rails are the same"
+        yield Finding(
+            "note",
+            "variable",
+            "NCCL_IB_HCA",
+            f"differs between nodes: {told}; see that the rails are the same",
         )
 
 
-def _plugins(dumps: Sequence[RankEnvironment]) -> Iterator[LintIssue]:
+def _plugins(dumps: Sequence[RankEnvironment]) -> Iterator[Finding]:
     """Library paths of which only some lead to a network plugin."""
     groups: dict[str | None, list[RankEnvironment]] = {}
     for dump in dumps:
@@ -148,4 +158,4 @@ def _plugins(dumps: Sequence[RankEnvironment]) -> Iterator[LintIssue]:
             f"leads to different network plugins, which hangs where they meet: {_describe_groups(groups)};"
             " make the paths equal, or set NCCL_NET_PLUGIN=none"
         )
-        yield LintIssue("error", "LD_LIBRARY_PATH", text)
+        yield Finding("error", "variable", "LD_LIBRARY_PATH", text)

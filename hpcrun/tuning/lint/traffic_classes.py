@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.finding import Finding
+from hpcrun.finding import Finding
 
 UCX_DEFAULT_CLASS = 106
 """What UCX takes on RoCE v2 by itself, where the port has no class of its own."""

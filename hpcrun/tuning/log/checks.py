@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from hpcrun.tuning.finding import Finding, sort_findings
+from hpcrun.finding import Finding, sort_findings
 from hpcrun.tuning.log.nccl_log import NcclLog
 from hpcrun.tuning.registry.values import parse_c_integer
 

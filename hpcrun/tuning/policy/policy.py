@@ -214,11 +214,11 @@ def why_inconclusive(row: PolicyRowSpec) -> str:
 def lint_objections(row: PolicyRowSpec, nccl: Version | None) -> str:
     """What lint has against a row's settings; empty: nothing."""
     settings = {name: Assigned(name, value, "measured", "policy") for name, value in row.values.items()}
-    found = [(name, fault) for name, one in settings.items() for fault in check_assignment(one, nccl)]
+    found = [fault for setting in settings.values() for fault in check_assignment(setting, nccl)]
     found += find_conflicts(settings, nccl)
     if corrupting := [name for name, value in row.values.items() if forces_ll128(name, value, nccl)]:
         return f"{corrupting[0]}: {FORCED_LL128_DANGER}"
-    return "; ".join(f"{name}: {fault.text}" for name, fault in found if fault.level == "error")
+    return "; ".join(map(str, (fault for fault in found if fault.severity == "error")))
 
 
 def why_not_applicable(row: PolicyRowSpec, demand: PolicyRequest) -> str:

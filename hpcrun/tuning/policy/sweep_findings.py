@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from hpcrun.tuning.finding import Finding, sort_findings
+from hpcrun.finding import Finding, sort_findings
 from hpcrun.tuning.log.nccl_log import NcclLog
 from hpcrun.tuning.model.platforms import PlatformSpec, find_platform
 from hpcrun.tuning.policy.nccl_tests import NcclTestTimings, TimedCall

@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpcrun.tuning.issue import ValueIssue, closest_word, make_error, make_note, make_warning, quote_value
+from hpcrun.finding import Finding
 from hpcrun.tuning.registry.device_names import DeviceList, parse_device_list
 from hpcrun.tuning.registry.registry import Version, format_version
+from hpcrun.tuning.variable_findings import closest_word, make_error, make_note, make_warning, quote_value
 
 NCCL_FUNCTIONS = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
 NCCL_PROTOCOLS = ("ll", "ll128", "simple")
@@ -67,28 +68,32 @@ class NcclSelection:
     """Of the functions that it says something about."""
     has_default: bool
     """Whether it begins with a list for all functions."""
-    faults: tuple[ValueIssue, ...] = ()
+    faults: tuple[Finding, ...] = ()
     words: frozenset[str] = frozenset()
     """What is listed in it without ^."""
 
     @property
     def is_valid(self) -> bool:
         """Whether NCCL takes it."""
-        return not any(one.level == "error" for one in self.faults)
+        return not any(fault.severity == "error" for fault in self.faults)
 
 
 @dataclass
 class _SelectionReader:
     """Reads one value; `choices` are the words that this release knows."""
 
+    name: str
     choices: Sequence[str]
     version: Version | None
-    faults: list[ValueIssue] = field(default_factory=list)
+    faults: list[Finding] = field(default_factory=list)
     listed: set[str] = field(default_factory=set)
 
     @property
     def is_strict(self) -> bool:
         return self.version is None or self.version >= PER_FUNCTION_SINCE
+
+    def error(self, text: str) -> None:
+        self.faults.append(make_error(self.name, text))
 
     def elements(self, text: str) -> frozenset[str]:
         """The choices of one list; with ^ all the others."""
@@ -118,7 +123,7 @@ class _SelectionReader:
             hint = f"{f'; did you mean {close}?' if close else ';'} allowed: {', '.join(self.choices)}"
         until_old = "ends the job" if self.is_strict else "is passed over in silence"
         on = "" if self.version else " from 2.24 on"
-        self.faults.append(make_error(f"{quote_value(word)} is not known and {until_old}{on}{hint}"))
+        self.error(f"{quote_value(word)} is not known and {until_old}{on}{hint}")
 
 
 def known_nccl_choices(name: str, version: Version | None) -> tuple[str, ...]:
@@ -136,7 +141,7 @@ def known_nccl_choices(name: str, version: Version | None) -> tuple[str, ...]:
 
 def parse_nccl_selection(name: str, text: str, version: Version | None) -> NcclSelection:
     """What NCCL_ALGO or NCCL_PROTO chooses in a release, and what is wrong with it."""
-    reader = _SelectionReader(known_nccl_choices(name, version), version)
+    reader = _SelectionReader(name, known_nccl_choices(name, version), version)
     if not reader.is_strict:
         return _flat(reader, text)
     chosen: dict[str, frozenset[str]] = {}
@@ -146,11 +151,7 @@ def parse_nccl_selection(name: str, text: str, version: Version | None) -> NcclS
         pieces = [piece for piece in part.split(":") if piece]
         if len(pieces) < 2:
             if at:
-                reader.faults.append(
-                    make_error(
-                        f"{quote_value(part)} names no function; only the first list may, ends the job"
-                    )
-                )
+                reader.error(f"{quote_value(part)} names no function; only the first list may, ends the job")
                 continue
             has_default = True
             chosen |= dict.fromkeys(NCCL_FUNCTIONS, reader.elements(pieces[0] if pieces else ""))
@@ -158,38 +159,29 @@ def parse_nccl_selection(name: str, text: str, version: Version | None) -> NcclS
         function = pieces[0].lower()
         if function not in NCCL_FUNCTIONS:
             close = closest_word(function, NCCL_FUNCTIONS)
-            hint = f"; did you mean {close}?" if close else ";"
-            reader.faults.append(
-                make_error(
-                    f"{quote_value(pieces[0])} is no function and ends the job{hint} allowed:"
-                    f" {', '.join(NCCL_FUNCTIONS)}"
-                )
-            )
+            hint = f"{f'; did you mean {close}?' if close else ';'} allowed: {', '.join(NCCL_FUNCTIONS)}"
+            reader.error(f"{quote_value(pieces[0])} is no function and ends the job{hint}")
             continue
         if len(pieces) > 2:
-            reader.faults.append(
-                make_error(f"{quote_value(part)} has more than one colon; what follows the second is lost")
-            )
+            reader.error(f"{quote_value(part)} has more than one colon; what follows the second is lost")
         if function in named:
-            reader.faults.append(make_warning(f"{function} stands twice; the last one holds"))
+            reader.faults.append(make_warning(name, f"{function} stands twice; the last one holds"))
         named.add(function)
         chosen[function] = reader.elements(pieces[1])
     if text.startswith(";") and has_default:
-        reader.faults.append(
-            make_error("begins with `;`, after which a list must name a function; ends the job")
-        )
+        reader.error("begins with `;`, after which a list must name a function; ends the job")
     if version is None and named:
-        reader.faults.append(make_warning("names functions, which NCCL before 2.24 passes over in silence"))
+        reader.faults.append(
+            make_warning(name, "names functions, which NCCL before 2.24 passes over in silence")
+        )
     return NcclSelection(chosen, has_default, tuple(reader.faults), frozenset(reader.listed))
 
 
 def _flat(reader: _SelectionReader, text: str) -> NcclSelection:
     if ":" in text or ";" in text:
         version = format_version(reader.version or PER_FUNCTION_SINCE)
-        reader.faults.append(
-            make_error(
-                f"names functions, which are read from 2.24 on; {version} passes all of it over in silence"
-            )
+        reader.error(
+            f"names functions, which are read from 2.24 on; {version} passes all of it over in silence"
         )
         return NcclSelection({}, False, tuple(reader.faults))
     chosen = dict.fromkeys(NCCL_FUNCTIONS, reader.elements(text))
@@ -207,7 +199,7 @@ def forces_ll128(name: str, value: str, version: Version | None) -> bool:
     return any("ll128" in left for left in parse_nccl_selection(name, value, version).chosen.values())
 
 
-def check_nccl_selection(name: str, text: str, version: Version | None) -> Iterator[ValueIssue]:
+def check_nccl_selection(name: str, text: str, version: Version | None) -> Iterator[Finding]:
     """All that is wrong with a value of NCCL_ALGO or NCCL_PROTO taken by itself."""
     selection = parse_nccl_selection(name, text, version)
     yield from selection.faults
@@ -215,8 +207,9 @@ def check_nccl_selection(name: str, text: str, version: Version | None) -> Itera
         if forces_ll128("NCCL_PROTO", text, version):
             how = "" if "ll128" in selection.words else ", since ^ turns on all that it does not list"
             yield make_warning(
+                name,
                 f"forces LL128 also where NCCL has turned it off{how}; that corrupts data in silence",
-                ": write ^LL128, or LL,Simple",
+                "write ^LL128, or LL,Simple",
                 "^LL128",
             )
         return
@@ -224,13 +217,14 @@ def check_nccl_selection(name: str, text: str, version: Version | None) -> Itera
         return
     lost = ", ".join(functions_without_choice(selection))
     if lost and version is not None and version < PER_FUNCTION_SINCE:
-        yield make_note(f"has no algorithm for {lost}, which fall back to ring")
+        yield make_note(name, f"has no algorithm for {lost}, which fall back to ring")
     elif lost:
         since = "" if version else " from 2.24 on"
         is_list = not set(text) & set("^:;")
         yield make_error(
+            name,
             f"leaves {lost} without an algorithm{since}, which ends a job that uses them",
-            "; add ring",
+            "add ring",
             f"{text},ring" if is_list else None,
         )
 
@@ -242,36 +236,38 @@ def functions_without_choice(selection: NcclSelection) -> list[str]:
     ]
 
 
-def check_device_list(text: str, version: Version | None, *, ports: bool) -> Iterator[ValueIssue]:
+def check_device_list(variable: str, text: str, version: Version | None, *, ports: bool) -> Iterator[Finding]:
     """What is wrong with a device list; `ports`: adapters, not interfaces."""
     devices = parse_device_list(text)
     if text.startswith("=^"):
         meant = "^" + text.replace("^", "", 1)
-        yield make_error("begins with =^, which matches nothing", f"; write {quote_value(meant)}", meant)
+        yield make_error(
+            variable, "begins with =^, which matches nothing", f"write {quote_value(meant)}", meant
+        )
         return
     if not devices.entries:
-        yield make_error("names no device, and so takes all")
+        yield make_error(variable, "names no device, and so takes all")
     names = devices.names
     for name in names:
         if name[0] in "=^":
             yield make_error(
-                f"{quote_value(name)} matches nothing: the sign stands once, before the whole list"
+                variable, f"{quote_value(name)} matches nothing: the sign stands once, before the whole list"
             )
         elif name != name.strip():
-            yield make_error(f"{quote_value(name)} matches nothing: blanks are part of a name")
+            yield make_error(variable, f"{quote_value(name)} matches nothing: blanks are part of a name")
     twice = sorted(
         {name for entry in devices.entries if devices.entries.count(entry) > 1 for name in entry[:1]}
     )
     if twice:
-        yield make_warning(f"{quote_value(', '.join(twice))}: stands twice; was another one meant?")
+        yield make_warning(variable, f"{quote_value(', '.join(twice))}: stands twice; was another one meant?")
     if len(names) > _MOST_DEVICES:
-        yield make_error(f"names {len(names)} devices; NCCL takes {_MOST_DEVICES} at most")
+        yield make_error(variable, f"names {len(names)} devices; NCCL takes {_MOST_DEVICES} at most")
     if not devices.exact:
-        yield from _find_prefix_traps(text, devices, ports)
-    yield from _fields(devices, version) if ports else _interfaces(devices)
+        yield from _find_prefix_traps(variable, text, devices, ports)
+    yield from _fields(variable, devices, version) if ports else _interfaces(variable, devices)
 
 
-def _find_prefix_traps(text: str, devices: DeviceList, ports: bool) -> Iterator[ValueIssue]:
+def _find_prefix_traps(variable: str, text: str, devices: DeviceList, ports: bool) -> Iterator[Finding]:
     """A name that also takes longer ones, where nothing says that these are meant."""
     names = [name for name in devices.names if name.isprintable()]
     trapped = [name for name in names if _is_prefix_trap(name, names, ports)]
@@ -291,8 +287,9 @@ def _find_prefix_traps(text: str, devices: DeviceList, ports: bool) -> Iterator[
     # A second adapter of that name is often there, one above thirty or a second interface seldom.
     say = make_warning if ports and first[-1] in "12" else make_note
     yield say(
+        variable,
         f"{quote_value(first)} also {does} {other}: names match by how they begin",
-        f"; write {quote_value(exact)}" if are_whole else "",
+        f"write {quote_value(exact)}" if are_whole else "",
         exact if are_whole else None,
     )
 
@@ -307,30 +304,33 @@ def _is_prefix_trap(name: str, names: Sequence[str], ports: bool) -> bool:
     return not longer and not covered
 
 
-def _fields(devices: DeviceList, version: Version | None) -> Iterator[ValueIssue]:
+def _fields(variable: str, devices: DeviceList, version: Version | None) -> Iterator[Finding]:
     for entry in devices.entries:
         whole = ":".join(entry)
         if len(entry) > 4:
-            yield make_error(f"{quote_value(whole)} has too many fields; the form is name:port:rail:plane")
+            yield make_error(
+                variable, f"{quote_value(whole)} has too many fields; the form is name:port:rail:plane"
+            )
         elif len(entry) > 2 and version is not None and version < _RAILS:
-            yield make_error(f"{quote_value(whole)}: rail and plane are read from 2.30 on")
+            yield make_error(variable, f"{quote_value(whole)}: rail and plane are read from 2.30 on")
         for what, value in zip(("port", "rail", "plane"), entry[1:], strict=False):
             if not re.fullmatch(r"\d{1,3}" if what == "port" else r"-?\d{1,5}", value, re.A) and value:
-                yield make_error(f"{quote_value(whole)}: {quote_value(value)} is no {what}")
+                yield make_error(variable, f"{quote_value(whole)}: {quote_value(value)} is no {what}")
 
 
-def _interfaces(devices: DeviceList) -> Iterator[ValueIssue]:
+def _interfaces(variable: str, devices: DeviceList) -> Iterator[Finding]:
     for entry in devices.entries:
         name = entry[0]
         if len(entry) > 1:
             yield make_error(
-                f"{quote_value(':'.join(entry))}: an interface has no port; a colon ends the name here"
+                variable,
+                f"{quote_value(':'.join(entry))}: an interface has no port; a colon ends the name here",
             )
         if len(name) > _LONGEST_INTERFACE:
             yield make_error(
-                f"{quote_value(name)} is longer than {_LONGEST_INTERFACE}, as no interface can be"
+                variable, f"{quote_value(name)} is longer than {_LONGEST_INTERFACE}, as no interface can be"
             )
         if not devices.excludes and _NOWHERE.fullmatch(name):
             yield make_warning(
-                f"{quote_value(name)} leads to no other host: it does for jobs on one node alone"
+                variable, f"{quote_value(name)} leads to no other host: it does for jobs on one node alone"
             )

@@ -11,9 +11,10 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterator, Sequence
 
-from hpcrun.tuning.issue import ValueIssue, closest_word, make_error, make_note, make_warning, quote_value
+from hpcrun.finding import Finding
 from hpcrun.tuning.registry.nccl_grammar import check_device_list, check_nccl_selection
 from hpcrun.tuning.registry.registry import Version
+from hpcrun.tuning.variable_findings import closest_word, make_error, make_note, make_warning, quote_value
 
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|\d+)", re.A)
 _LEADING = re.compile(r"\s*[-+]?(?:0[xX][0-9a-fA-F]+|\d+)", re.A)
@@ -24,17 +25,17 @@ _TOO_LARGE = re.compile(r"\s*[-+]?(0[xX][0-9a-fA-F]{16,}|[1-9]\d{18,})\s*", re.A
 _MOST_DIGITS = 24
 
 
-def check_value(name: str, value: str, rule: str, version: Version | None) -> Iterator[ValueIssue]:
+def check_value(name: str, value: str, rule: str, version: Version | None) -> Iterator[Finding]:
     """What is wrong with a value, by its rule; nothing when it is empty, which NCCL takes for unset."""
     kind, _, rest = rule.partition(" ")
     if not value:
         return
     if kind in _KINDS:
-        yield from _KINDS[kind](value, rest)
+        yield from _KINDS[kind](name, value, rest)
     elif kind in ("algo", "proto"):
         yield from check_nccl_selection(name, value, version)
     elif kind in ("devices", "interfaces"):
-        yield from check_device_list(value, version, ports=kind == "devices")
+        yield from check_device_list(name, value, version, ports=kind == "devices")
 
 
 def parse_c_integer(value: str) -> int | None:
@@ -54,145 +55,151 @@ def parse_c_integer(value: str) -> int | None:
     return found if -(2**63) <= found < 2**63 else None
 
 
-def _bool(value: str, rest: str) -> Iterator[ValueIssue]:
+def _bool(name: str, value: str, rest: str) -> Iterator[Finding]:
     words = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
     meant = words.get(value.strip().lower())
     if meant:
-        yield make_error(f"{quote_value(value)} is no number and reads as 0", f"; write {meant}", meant)
+        yield make_error(name, f"{quote_value(value)} is no number and reads as 0", f"write {meant}", meant)
         return
     found = parse_c_integer(value)
     if found is None:
-        yield from _no_number(value, "0 or 1")
+        yield from _no_number(name, value, "0 or 1")
     elif found not in (0, 1):
-        yield make_warning(f"{quote_value(value)}: 0 and 1 are all that it knows")
+        yield make_warning(name, f"{quote_value(value)}: 0 and 1 are all that it knows")
 
 
-def _int(value: str, rest: str) -> Iterator[ValueIssue]:
+def _int(name: str, value: str, rest: str) -> Iterator[Finding]:
     found = parse_c_integer(value)
     if found is None:
-        yield from _no_number(value, _range(rest) or "a whole number")
+        yield from _no_number(name, value, _range(rest) or "a whole number")
     elif not _is_in_range(found, rest):
-        yield make_error(f"{quote_value(value)} is out of range; allowed: {_range(rest)}")
+        yield make_error(name, f"{quote_value(value)} is out of range; allowed: {_range(rest)}")
     elif re.fullmatch(r"\s*[-+]?0\d+\s*", value):
-        yield make_warning(f"{quote_value(value)} begins with 0 and is read as octal: {found}")
+        yield make_warning(name, f"{quote_value(value)} begins with 0 and is read as octal: {found}")
 
 
-def _bytes(value: str, rest: str) -> Iterator[ValueIssue]:
+def _bytes(name: str, value: str, rest: str) -> Iterator[Finding]:
     unit = _UNIT.fullmatch(value.strip())
     if unit:
         meant = int(float(unit[1]) * _SIZES[unit[2].upper()])
         read = _LEADING.match(value)
         yield make_error(
+            name,
             f"{quote_value(value)}: units are not read, it counts as {read[0].strip() if read else 0} bytes",
-            f"; write {meant}",
+            f"write {meant}",
             str(meant),
         )
         return
-    yield from _int(value, rest)
+    yield from _int(name, value, rest)
 
 
-def _no_number(value: str, allowed: str) -> Iterator[ValueIssue]:
+def _no_number(name: str, value: str, allowed: str) -> Iterator[Finding]:
     if _TOO_LARGE.fullmatch(value):
-        yield make_error(f"{quote_value(value)} is too large and counts as unset; allowed: {allowed}")
+        yield make_error(name, f"{quote_value(value)} is too large and counts as unset; allowed: {allowed}")
         return
     read = _LEADING.match(value)
     found = read[0].strip()[:_MOST_DIGITS] if read else 0
-    yield make_error(f"{quote_value(value)} is no number and reads as {found}; allowed: {allowed}")
+    yield make_error(name, f"{quote_value(value)} is no number and reads as {found}; allowed: {allowed}")
 
 
-def _auto(value: str, rest: str) -> Iterator[ValueIssue]:
+def _auto(name: str, value: str, rest: str) -> Iterator[Finding]:
     if value.strip().lower() not in ("auto", "inf"):
-        yield from _int(value, rest)
+        yield from _int(name, value, rest)
 
 
-def _enum(value: str, rest: str) -> Iterator[ValueIssue]:
+def _enum(name: str, value: str, rest: str) -> Iterator[Finding]:
     allowed = rest.split(",")
     if value not in allowed:
         same = [one for one in allowed if one.lower() == value.strip().lower()]
         if same:
-            remedy = f"; write {same[0]}, capitals and blanks count"
-            yield make_error(f"{quote_value(value)} is not known", remedy, same[0])
+            remedy = f"write {same[0]}, capitals and blanks count"
+            yield make_error(name, f"{quote_value(value)} is not known", remedy, same[0])
         else:
             yield make_error(
+                name,
                 f"{quote_value(value)} is not known{_nearest(value, allowed)}",
                 "",
                 closest_word(value, allowed),
             )
 
 
-def _ienum(value: str, rest: str) -> Iterator[ValueIssue]:
+def _ienum(name: str, value: str, rest: str) -> Iterator[Finding]:
     allowed = rest.split(",")
     if value.upper() not in {one.upper() for one in allowed}:
         yield make_error(
-            f"{quote_value(value)} is not known{_nearest(value, allowed)}", "", closest_word(value, allowed)
+            name,
+            f"{quote_value(value)} is not known{_nearest(value, allowed)}",
+            "",
+            closest_word(value, allowed),
         )
 
 
-def _words(value: str, rest: str) -> Iterator[ValueIssue]:
+def _words(name: str, value: str, rest: str) -> Iterator[Finding]:
     allowed = {one.upper() for one in rest.split(",")}
     for word in value.removeprefix("^").split(","):
         if word.upper() not in allowed:
             yield make_warning(
-                f"{quote_value(word)} is not known and is left out{_nearest(word, rest.split(','))}"
+                name, f"{quote_value(word)} is not known and is left out{_nearest(word, rest.split(','))}"
             )
 
 
-def _level(value: str, rest: str) -> Iterator[ValueIssue]:
+def _level(name: str, value: str, rest: str) -> Iterator[Finding]:
     if value in _LEVELS:
         return
     if value.upper() in _LEVELS:
         upper = value.upper()
-        yield make_error(f"{quote_value(value)} is ignored", f"; write {upper}, capitals count", upper)
+        yield make_error(name, f"{quote_value(value)} is ignored", f"write {upper}, capitals count", upper)
     elif value.isdecimal():
         yield make_note(
-            f"{quote_value(value)} is the old numbering, which may change; write one of {', '.join(_LEVELS)}"
+            name,
+            f"{quote_value(value)} is the old numbering, which may change; write one of {', '.join(_LEVELS)}",
         )
     else:
         hint = _nearest(value, _LEVELS)
         yield make_error(
-            f"{quote_value(value)} is not known and ignored{hint}", "", closest_word(value, _LEVELS)
+            name, f"{quote_value(value)} is not known and ignored{hint}", "", closest_word(value, _LEVELS)
         )
 
 
-def _cidr(value: str, rest: str) -> Iterator[ValueIssue]:
+def _cidr(name: str, value: str, rest: str) -> Iterator[Finding]:
     try:
         ipaddress.ip_network(value, strict=False)
     except ValueError:
-        yield make_error(f"{quote_value(value)} is no network; write it as 10.0.0.0/16 or fd02::/16")
+        yield make_error(name, f"{quote_value(value)} is no network; write it as 10.0.0.0/16 or fd02::/16")
         return
     if "/" not in value:
         whole = f"{value}/16"
-        yield make_error(f"{quote_value(value)} has no length of prefix", f"; write it as {whole}", whole)
+        yield make_error(name, f"{quote_value(value)} has no length of prefix", f"write it as {whole}", whole)
 
 
-def _netdevs(value: str, rest: str) -> Iterator[ValueIssue]:
+def _netdevs(name: str, value: str, rest: str) -> Iterator[Finding]:
     if not re.fullmatch(r"AUTO|ALL|MAX:[1-9]\d*", value, re.I):
-        yield make_error(f"{quote_value(value)} is not known; allowed: AUTO, ALL, MAX:n")
+        yield make_error(name, f"{quote_value(value)} is not known; allowed: AUTO, ALL, MAX:n")
 
 
-def _policies(value: str, rest: str) -> Iterator[ValueIssue]:
+def _policies(name: str, value: str, rest: str) -> Iterator[Finding]:
     names = ("DEFAULT", "EFFICIENCY", "ZERO")
     for word in value.split("|"):
         if word.upper() not in names and value not in ("0", "1", "2"):
-            yield make_error(f"{quote_value(word)} is not known{_nearest(word, names)}")
+            yield make_error(name, f"{quote_value(word)} is not known{_nearest(word, names)}")
 
 
-def _address(value: str, rest: str) -> Iterator[ValueIssue]:
+def _address(name: str, value: str, rest: str) -> Iterator[Finding]:
     match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:\[\]]+):(\d{1,5})", value)
     if match is None or not 0 < int(match[1]) < 65536:
-        yield make_error(f"{quote_value(value)} is no address; write host:port or [IPv6]:port")
+        yield make_error(name, f"{quote_value(value)} is no address; write host:port or [IPv6]:port")
 
 
-def _path(value: str, rest: str) -> Iterator[ValueIssue]:
+def _path(name: str, value: str, rest: str) -> Iterator[Finding]:
     if value.startswith("~"):
-        yield make_error(f"{quote_value(value)}: ~ is not replaced here; write the whole path")
+        yield make_error(name, f"{quote_value(value)}: ~ is not replaced here; write the whole path")
 
 
-def _anything(value: str, rest: str) -> Iterator[ValueIssue]:
+def _anything(name: str, value: str, rest: str) -> Iterator[Finding]:
     return iter(())
 
 
-_KINDS: dict[str, Callable[[str, str], Iterator[ValueIssue]]] = {
+_KINDS: dict[str, Callable[[str, str, str], Iterator[Finding]]] = {
     "bool": _bool,
     "int": _int,
     "bytes": _bytes,
