@@ -52,47 +52,57 @@ class PreflightResult:
     def refused(self) -> dict[str, list[Finding]]:
         """The nodes that are left out, with the checks that failed."""
         failed: dict[str, list[Finding]] = {}
-        for node, one in self.found:
-            if one.severity == "error":
-                failed.setdefault(node, []).append(one)
+        for node, finding in self.found:
+            if finding.severity == "error":
+                failed.setdefault(node, []).append(finding)
         return failed
 
     @property
     def blamed(self) -> list[NodeFinding]:
         """Failures that are a node's own: not those that all nodes have, nor those of what nodes share."""
-        failed = [(node, one) for node, one in self.found if one.severity == "error"]
+        failed = [(node, finding) for node, finding in self.found if finding.severity == "error"]
         where: dict[str, set[str]] = {}
-        for node, one in failed:
-            where.setdefault(one.check, set()).add(node)
+        for node, finding in failed:
+            where.setdefault(finding.check, set()).add(node)
         if len(self.nodes) < 2:
             return [
-                (node, one) for node, one in failed if one.check in _NODE_OWN_CHECKS and not one.is_shared
+                (node, finding)
+                for node, finding in failed
+                if finding.check in _NODE_OWN_CHECKS and not finding.is_shared
             ]
-        return [(node, one) for node, one in failed if len(where[one.check]) < len(self.nodes)]
+        return [(node, finding) for node, finding in failed if len(where[finding.check]) < len(self.nodes)]
 
     def notes(self, *, warnings: bool = True) -> Iterator[str]:
         """Lines for the person, the same words of several nodes in one."""
-        said: dict[str, list[str]] = {}
-        for node, one in self.found:
-            if one.severity == "error" or (warnings and one.severity == "warning"):
-                out = "; the node is left out" if one.severity == "error" else ""
-                said.setdefault(f"{one.check}: {one}{out}", []).append(node)
-        for text, nodes in said.items():
+        nodes_by_text: dict[str, list[str]] = {}
+        for node, finding in self.found:
+            if finding.severity == "error" or (warnings and finding.severity == "warning"):
+                out = "; the node is left out" if finding.severity == "error" else ""
+                nodes_by_text.setdefault(f"{finding.check}: {finding}{out}", []).append(node)
+        for text, nodes in nodes_by_text.items():
             yield f"{_MESSAGE_PREFIX}{fold_hosts(nodes)}: {text}"
 
     def as_event(self) -> PreflightEvent:
         """As it stands in the run's events."""
-        found = tuple(replace(finding, where=node) for node, finding in self.found)
-        return PreflightEvent(len(self.nodes), round(self.seconds, 3), found, tuple(sorted(self.refused)))
+        findings = tuple(replace(finding, where=node) for node, finding in self.found)
+        return PreflightEvent(len(self.nodes), round(self.seconds, 3), findings, tuple(sorted(self.refused)))
 
     def node_faults(self, attempt: Attempt, job: int, now: float) -> list[NodeFault]:
         """What is to be remembered against nodes, for the jobs that come after."""
         log, number = str(attempt.run.events), attempt.number
         return [
             NodeFault(
-                node, now, "preflight", attempt.run.id, number, f"{one.check}: {one}", log, one.check, job
+                node,
+                now,
+                "preflight",
+                attempt.run.id,
+                number,
+                f"{finding.check}: {finding}",
+                log,
+                finding.check,
+                job,
             )
-            for node, one in self.blamed
+            for node, finding in self.blamed
         ]
 
 
@@ -105,7 +115,11 @@ def build_preflight_request(
         return None
     if cluster is None:
         return PreflightRequest(checks, attempt, gpus=spec.resources.gpus_per_node or 0)
-    local = [one.path for one in cluster.file_systems.values() if not one.shared or one.kind == "local"]
+    local = [
+        file_system.path
+        for file_system in cluster.file_systems.values()
+        if not file_system.shared or file_system.kind == "local"
+    ]
     return PreflightRequest(
         checks,
         attempt,
@@ -132,16 +146,16 @@ def rank_adapters(
     except UsageError:
         return {}  # the attempt tells what is wrong with the profile, and has no settings
     hcas = cluster.network.hcas
-    stands = next((one.value for one in settings.overruled if one.name == "NCCL_IB_HCA"), None)
-    found = {}
+    stands = next((setting.value for setting in settings.overruled if setting.name == "NCCL_IB_HCA"), None)
+    hcas_by_node = {}
     for node in nodes:
         value = settings.of_node(node).get("NCCL_IB_HCA") if stands is None else stands
         if value is not None:
             named = parse_device_list(value)
-            more = named.names if named.exact and not named.excludes else ()
-            used = dict.fromkeys([*filter(named.takes, hcas), *more])
-            found[node.partition(".")[0]] = tuple(used)
-    return found
+            extra = named.names if named.exact and not named.excludes else ()
+            used = dict.fromkeys([*filter(named.takes, hcas), *extra])
+            hcas_by_node[node.partition(".")[0]] = tuple(used)
+    return hcas_by_node
 
 
 def run_preflight(ask: PreflightRequest, nodes: Nodes) -> PreflightResult:
@@ -160,17 +174,17 @@ def evaluate_preflight(
     received: float,
 ) -> PreflightResult:
     """The answers of the nodes that live; one that gives none is unknown, and stays."""
-    found: list[NodeFinding] = []
+    findings: list[NodeFinding] = []
     for node in alive:
-        said = answers.get(node)
-        if said is None:
-            found.append((node, Finding("unknown", "preflight", "", "the node gave no answer in time")))
+        answer = answers.get(node)
+        if answer is None:
+            findings.append((node, Finding("unknown", "preflight", "", "the node gave no answer in time")))
             continue
-        found += [(node, finding) for finding in _parse_findings(said.get("checks", ()))]
+        findings += [(node, finding) for finding in _parse_findings(answer.get("checks", ()))]
         if "clock" in ask.checks:
-            clock = judge_clock(sent, received, float(said["time"]), float(said["seconds"]))
-            found += [(node, finding) for finding in clock]
-    return PreflightResult(tuple(alive), received - sent, tuple(found))
+            clock = judge_clock(sent, received, float(answer["time"]), float(answer["seconds"]))
+            findings += [(node, finding) for finding in clock]
+    return PreflightResult(tuple(alive), received - sent, tuple(findings))
 
 
 def _parse_findings(values: Iterable[Any]) -> Iterator[Finding]:
@@ -192,17 +206,15 @@ def preflight_failure_outcome(
     Another place in the queue may help where the trouble is the nodes' own, but not for ever. `lost`: the
     nodes that do not answer any more.
     """
-    failed = {f"is lost: {one.why}": [one.node] for one in lost}
-    gone = [one.node for one in lost]
+    failed = {f"is lost: {node_lost.why}": [node_lost.node] for node_lost in lost}
+    gone = [node_lost.node for node_lost in lost]
     for node, checks in admission.refused.items():
-        for one in checks:
-            failed.setdefault(f"{one.check}: {one}", []).append(node)
+        for check in checks:
+            failed.setdefault(f"{check.check}: {check}", []).append(node)
     why = "; ".join(f"{fold_hosts(nodes)}: {text}" for text, nodes in failed.items())
-    names = ", ".join(dict.fromkeys(one.check for checks in admission.refused.values() for one in checks))
-    wanted = "1 node is" if needed == 1 else f"{needed} nodes are"
-    message = (
-        f"{_MESSAGE_PREFIX}{wanted} needed, and {len(left)} {'is' if len(left) == 1 else 'are'} left: {why}"
-    )
+    names = ", ".join(dict.fromkeys(check.check for checks in admission.refused.values() for check in checks))
+    requirement = "1 node is" if needed == 1 else f"{needed} nodes are"
+    message = f"{_MESSAGE_PREFIX}{requirement} needed, and {len(left)} {'is' if len(left) == 1 else 'are'} left: {why}"
     if names:
         message += f" (to go on all the same: preflight=[{names}] leaves these checks out)"
     blamed = tuple(dict.fromkeys([*gone, *(node for node, _ in admission.blamed)]))
@@ -214,4 +226,6 @@ def preflight_failure_outcome(
 def _count_failed_preflights(run: RunDir) -> int:
     """How many attempts before this one have ended with their preflight."""
     before = reversed(recovery.read_outcomes(run))
-    return len([*takewhile(lambda one: str(one.get("message", "")).startswith(_MESSAGE_PREFIX), before)])
+    return len(
+        [*takewhile(lambda outcome: str(outcome.get("message", "")).startswith(_MESSAGE_PREFIX), before)]
+    )

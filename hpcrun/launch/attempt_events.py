@@ -137,7 +137,7 @@ _NODE_EVENTS: dict[str, type[NodeEvent]] = {
 
 def encode_node_event(happening: NodeEvent) -> str:
     """One line of JSON without its end."""
-    kind = next(name for name, known in _NODE_EVENTS.items() if isinstance(happening, known))
+    kind = next(name for name, event_class in _NODE_EVENTS.items() if isinstance(happening, event_class))
     return json.dumps({"kind": kind, **asdict(happening)})
 
 

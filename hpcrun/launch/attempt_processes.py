@@ -83,9 +83,9 @@ class AttemptProcesses:
             pause = _POLL_S if self._nodes.is_complete else _POLL_STARTING_S
             self._selector.select(_POLL_STEADY_S if self._is_calm() else min(pause, _IDLE_EVENT_S))
             is_due, is_new = time.monotonic() - self._looked > pause, False
-            for one in self._seen(look=is_due):
+            for event in self._seen(look=is_due):
                 is_new = True
-                yield from self._take(one)
+                yield from self._take(event)
             if is_due or is_new:
                 yield from self._look_around()
             if is_due or not is_new:
@@ -134,11 +134,11 @@ class AttemptProcesses:
         seen = self._nodes.dump(timeout_s)
         stacks = []
         for rank, node in enumerate(self.launch.placement.ranks):
-            told = seen.get(rank, {})
+            stack = seen.get(rank, {})
             text = ""
             with contextlib.suppress(OSError):
                 text = self.launch.attempt.stack(rank).read_text(errors="replace")
-            state, waits_in = told.get("state", ""), told.get("waits_in", "")
+            state, waits_in = stack.get("state", ""), stack.get("waits_in", "")
             stacks.append(
                 RankStack(rank, node, state, waits_in, parse_stack_frames(text), parse_stack_lines(text))
             )
@@ -173,8 +173,8 @@ class AttemptProcesses:
             if isinstance(result, dict) and result.get("attempt") == attempt.number:
                 self._finished = True
                 # A short attempt may be over before anyone has looked who came up.
-                for one in self._nodes.news(look=True):
-                    yield from self._take(one)
+                for event in self._nodes.news(look=True):
+                    yield from self._take(event)
                 yield AttemptFinished(result)
 
     def _command_result(self, names: set[str]) -> dict[str, Any] | None:

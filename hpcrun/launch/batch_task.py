@@ -112,8 +112,8 @@ def why_foreign_job(folder: Path) -> str | None:
     begun = [path for path in folder.glob(".submission_file_*.sh") if not path.is_symlink()]
     while not pickle.exists():
         if not begun or time.monotonic() > end:
-            found = f"job {here.job_id} was not submitted by hpcrun, which would know nothing of it"
-            return f"{found}: it ends here, and {run.id} is left alone; {remedy}"
+            problem = f"job {here.job_id} was not submitted by hpcrun, which would know nothing of it"
+            return f"{problem}: it ends here, and {run.id} is left alone; {remedy}"
         time.sleep(0.2)
     return None
 
@@ -237,6 +237,6 @@ def _check_python(record: Provenance | None, cluster: ClusterSpec | None, log: B
             f"this is Python {here} ({sys.executable}), the job was submitted with {record.python} on"
             f" {record.host}; set python in the job, or python.path in the profile, if that is not meant"
         )
-    wanted = cluster.python.checks if cluster else []
-    if lacks := missing_modules(wanted, sys.executable, os.uname().nodename):
+    modules = cluster.python.checks if cluster else []
+    if lacks := missing_modules(modules, sys.executable, os.uname().nodename):
         raise SiteError(lacks)

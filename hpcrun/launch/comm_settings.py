@@ -65,16 +65,21 @@ def _with_gloo_interface(
     if (
         _GLOO_INTERFACE in environ
         or not interfaces
-        or any(one.name == _GLOO_INTERFACE for one in settings.all())
+        or any(existing.name == _GLOO_INTERFACE for existing in settings.all())
     ):
         return settings
 
-    def setting(interface: str) -> CommSetting:
+    def gloo_setting(interface: str) -> CommSetting:
         return CommSetting(
             _GLOO_INTERFACE, interface, "where the other nodes reach this one", "the nodes themselves"
         )
 
     if len(set(interfaces.values())) == 1:
-        return replace(settings, everywhere=(*settings.everywhere, setting(next(iter(interfaces.values())))))
-    of_node = {node: (*settings.by_node.get(node, ()), setting(one)) for node, one in interfaces.items()}
+        return replace(
+            settings, everywhere=(*settings.everywhere, gloo_setting(next(iter(interfaces.values()))))
+        )
+    of_node = {
+        node: (*settings.by_node.get(node, ()), gloo_setting(interface))
+        for node, interface in interfaces.items()
+    }
     return replace(settings, by_node={**settings.by_node, **of_node})

@@ -16,10 +16,10 @@ def bind_process(binding: Binding | None) -> dict[str, Any]:
     """
     before = os.sched_getaffinity(0)
     record: dict[str, Any] = {"before": format_cpu_list(before)}
-    wanted = set(parse_cpu_list(binding.cpus)) if binding else set()
-    if wanted and wanted < before:
+    cpus = set(parse_cpu_list(binding.cpus)) if binding else set()
+    if cpus and cpus < before:
         try:
-            os.sched_setaffinity(0, wanted)
+            os.sched_setaffinity(0, cpus)
         except OSError as error:
             record["refused"] = error.strerror
     return {**record, "cpus": format_cpu_list(os.sched_getaffinity(0))}

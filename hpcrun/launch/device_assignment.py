@@ -56,23 +56,23 @@ def binding_inputs(
 
 def _may_be_bound(spec: JobSpec, environ: Mapping[str, str]) -> bool:
     """Whether words before the ranks, such as a container's, or Hydra by the job's wish may bind them."""
-    before = any(environ.get(one) for one in (RANK_PREFIX_VARIABLE, SRUN_OPTIONS_VARIABLE))
+    before = any(environ.get(name) for name in (RANK_PREFIX_VARIABLE, SRUN_OPTIONS_VARIABLE))
     return before or any(name.startswith(_HYDRA_BIND_VARIABLES) for name in set_variables(spec.env))
 
 
 def assign_devices(
-    placement: Placement, told: Mapping[str, NodeInventory], around: BindingInputs
+    placement: Placement, inventories: Mapping[str, NodeInventory], around: BindingInputs
 ) -> tuple[Placement, list[str]]:
     """The placement with what every rank uses of its node, and notes on what is odd or not known there."""
     bindings: dict[int, Binding] = {}
     notes: dict[str, list[str]] = {}
     for node in placement.nodes:
-        if node not in told:
+        if node not in inventories:
             notes.setdefault("has not said what is inside it; its ranks are not bound", []).append(node)
             continue
         ranks = placement.on(node)
-        found, odd = _assign_on_node(told[node], len(ranks), around)
-        bindings.update(zip(ranks, found, strict=True))
+        node_bindings, odd = _assign_on_node(inventories[node], len(ranks), around)
+        bindings.update(zip(ranks, node_bindings, strict=True))
         for text in odd:
             notes.setdefault(text, []).append(node)
     every = tuple(bindings.get(rank) for rank in range(len(placement.ranks)))
@@ -93,12 +93,12 @@ def _assign_on_node(
         )
         if gpus is None:
             notes.append(f"which of its {len(there)} GPUs the job has is not known; ranks keep to NUMA nodes")
-    found = list(node.inside.bind(ranks, gpus=gpus or (), allowed=node.cpus, hcas=around.hcas))
+    bindings = list(node.inside.bind(ranks, gpus=gpus or (), allowed=node.cpus, hcas=around.hcas))
     if gpus is None:
-        found = [replace(one, nic=None) for one in found]
-    used = {one.gpu for one in found}
+        bindings = [replace(binding, nic=None) for binding in bindings]
+    used = {binding.gpu for binding in bindings}
     far = [gpu for gpu in node.inside.gpus_far_from_cpus(node.cpus) if gpu in used]
     notes += [f"GPU {gpu}: none of the job's CPUs is near it; ask for whole nodes" for gpu in far]
     if around.bound_by == "launcher":
-        found = [replace(one, cpus="") for one in found]
-    return found, notes
+        bindings = [replace(binding, cpus="") for binding in bindings]
+    return bindings, notes

@@ -21,9 +21,9 @@ class DrainPoller:
         self._heartbeat = Heartbeat(every_s, self._look, _NEVER_HANGS_S)
 
     def _look(self) -> None:
-        found = self._allocation.draining_nodes()
-        if found is not None:
-            self._known = found
+        nodes = self._allocation.draining_nodes()
+        if nodes is not None:
+            self._known = nodes
 
     @property
     def known(self) -> Mapping[str, str]:

@@ -58,20 +58,24 @@ def explain_failure(
         who = f"node {first.node} is lost: {first.why}"
         log = attempt.run.agent_logs / f"{first.node}.log"
         return FailureCause(f"{who}; log: {log}", kind="infrastructure")
-    found = (read_json(attempt.error_record(rank)) for rank in range(ranks))
-    ahead_s = {one.node: one.ahead_s for one in ended}
+    records = (read_json(attempt.error_record(rank)) for rank in range(ranks))
+    ahead_s = {rank_ended.node: rank_ended.ahead_s for rank_ended in ended}
 
     def moment(record: dict[str, Any]) -> float:
         """By the supervisor's clock: ranks stamp what they report with their node's."""
         return float(record["time"]) - ahead_s.get(record["node"], 0.0)
 
-    errors = sorted((record for record in found if record), key=moment)
+    errors = sorted((record for record in records if record), key=moment)
     own = [record for record in errors if not _COLLATERAL.search(record["message"])]
     reported = {record["rank"] for record in errors}
-    silent = [one for one in ended if one.rank not in reported and not _ended_well(attempt, one.rank)]
+    silent = [
+        rank_ended
+        for rank_ended in ended
+        if rank_ended.rank not in reported and not _ended_well(attempt, rank_ended.rank)
+    ]
     if launcher and os.WIFSIGNALED(launcher.wait_status):
         # It took with it all who had not gone before.
-        silent = [one for one in silent if one.time < launcher.time - _SIMULTANEOUS_S]
+        silent = [rank_ended for rank_ended in silent if rank_ended.time < launcher.time - _SIMULTANEOUS_S]
     if silent and not any(moment(record) <= silent[0].time for record in own):
         return _explain_silent_death(attempt, silent[0])
     if errors:
@@ -83,11 +87,11 @@ def explain_hang(
     attempt: Attempt, what: str, groups: Sequence[StackGroup], odd: StackGroup | None
 ) -> FailureCause:
     """The line about ranks that make no more progress: who stands apart, and where the others wait."""
-    others = [one for one in groups if one != odd]
-    told = [str(one) for one in ([odd] if odd else []) + others[::-1]]
+    others = [group for group in groups if group != odd]
+    texts = [str(group) for group in ([odd] if odd else []) + others[::-1]]
     where = f" on node {', '.join(odd.nodes)}" if odd else ""
     who = f"rank {odd.ranks[0]}{where} stands apart: " if odd and len(odd.ranks) == 1 else ""
-    message = f"{what}; {who}{'; '.join(told[:3])}; stacks: {attempt.stacks}"
+    message = f"{what}; {who}{'; '.join(texts[:3])}; stacks: {attempt.stacks}"
     return FailureCause(message, rank=odd.ranks[0] if odd else None, kind=classify_hang(odd))
 
 
@@ -132,14 +136,14 @@ def _explain_launcher_end(attempt: Attempt, launcher: LauncherEnded | None, name
         )
     statuses = read_rank_wait_statuses(attempt.launcher_log)
     # Hydra ends the others with SIGKILL, so a rank that ended in another way is the more telling one.
-    for rank, status in sorted(statuses.items(), key=lambda one: one[1] == signal.SIGKILL):
+    for rank, status in sorted(statuses.items(), key=lambda item: item[1] == signal.SIGKILL):
         if status:
             how = process.describe_status(status)
             return FailureCause(
                 f"rank {rank} {how} before it had started; log: {attempt.launcher_log}", rank=rank
             )
     how = process.describe_status(launcher.wait_status)
-    said = [
+    lines = [
         line
         for line in attempt.launcher_log.read_text(errors="replace").splitlines()
         if line.strip()
@@ -147,7 +151,7 @@ def _explain_launcher_end(attempt: Attempt, launcher: LauncherEnded | None, name
             ("[mpiexec@", "HYDRA_LAUNCH", "YOUR APPLICATION", "This typically", "Please see")
         )
     ]
-    last = f"; it said last: {said[-1].strip()[:300]}" if said else ""
+    last = f"; it said last: {lines[-1].strip()[:300]}" if lines else ""
     return FailureCause(f"{name} {how} before the run was done{last}; log: {attempt.launcher_log}")
 
 

@@ -49,14 +49,14 @@ def classify_crash(record: dict[str, Any] | None, wait_status: int | None = None
     if record is None:
         ended_by = (wait_status or 0) & 0x7F
         return "infrastructure" if ended_by in _EXTERNAL_SIGNALS else "unknown"
-    said = f"{record.get('message', '')}\n{record.get('traceback', '')}"
-    if _HARDWARE_ERRORS.search(said):
-        return "unknown" if is_program_xid(said) else "infrastructure"
-    if _PROGRAM_ERRORS.search(said):
-        return "data" if _DATA_ERRORS.search(said) else "unknown"
-    if _SYSTEM_ERRORS.search(said):
+    text = f"{record.get('message', '')}\n{record.get('traceback', '')}"
+    if _HARDWARE_ERRORS.search(text):
+        return "unknown" if is_program_xid(text) else "infrastructure"
+    if _PROGRAM_ERRORS.search(text):
+        return "data" if _DATA_ERRORS.search(text) else "unknown"
+    if _SYSTEM_ERRORS.search(text):
         return "infrastructure"
-    return "data" if _DATA_ERRORS.search(said) else "unknown"
+    return "data" if _DATA_ERRORS.search(text) else "unknown"
 
 
 def classify_hang(odd: StackGroup | None) -> FaultClass:

@@ -79,11 +79,11 @@ class SaveDurations:
 
 def effective_grace_s(run: RunDir, spec: JobSpec) -> float:
     """How long before the end of the allocation the run was asked to save: by Slurm, or earlier by us."""
-    told = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
+    grace_s = parse_time(spec.retries.grace).seconds if spec.retries else 0.0
     pace, reader = SaveDurations(), MetricReader(run)
     while records := reader.read(_CHUNK_BYTES):
         pace.take(records)
-    return max(told, pace.lead_s)
+    return max(grace_s, pace.lead_s)
 
 
 class FinalSaveTimer:

@@ -124,12 +124,12 @@ class HydraLauncher:
         """Hydra prints what is to be started on which host, and waits until it has been."""
         log = launch.attempt.launcher_log
         deadline = time.monotonic() + _PROXIES_TIMEOUT_S
-        while "HYDRA_LAUNCH_END" not in (said := log.read_text(errors="replace")):
+        while "HYDRA_LAUNCH_END" not in (output := log.read_text(errors="replace")):
             if child.poll() is not None or time.monotonic() > deadline:
                 # Whoever watches the launcher finds out and reads the log.
                 return
             time.sleep(0.01)
-        for match in _PROXY.finditer(said):
+        for match in _PROXY.finditer(output):
             number = int(match["number"])
             nodes.start(hosts[number], match["command"].split(), log.with_name(f"proxy-{number}.log"))
 
@@ -227,9 +227,9 @@ _SRUN_ENDED = re.compile(
 
 def read_rank_wait_statuses(log: Path) -> dict[int, int]:
     """The wait status of ranks as the launcher has printed them: of all (Hydra), or of those that failed."""
-    found = dict(enumerate(read_wait_statuses(log)))
-    if found:
-        return found
+    statuses = dict(enumerate(read_wait_statuses(log)))
+    if statuses:
+        return statuses
     try:
         text = log.read_text(errors="replace")
     except FileNotFoundError:
@@ -239,10 +239,10 @@ def read_rank_wait_statuses(log: Path) -> dict[int, int]:
         for item in match["ranks"].split(",") if status is not None else ():
             first, _, last = item.partition("-")
             for rank in range(int(first), int(last or first) + 1):
-                found.setdefault(rank, status or 0)
-    return found
+                statuses.setdefault(rank, status or 0)
+    return statuses
 
 
 def _signal_number(words: str) -> int | None:
     """The number of a signal by its description, as strsignal gives it."""
-    return next((one.value for one in signal.Signals if signal.strsignal(one) == words), None)
+    return next((number.value for number in signal.Signals if signal.strsignal(number) == words), None)

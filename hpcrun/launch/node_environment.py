@@ -24,12 +24,14 @@ def render_node_table(settings: CommSettings, placement: Placement | None = None
     """The table's text, with the bindings of a placement; a value that it cannot hold is left out."""
     usual = settings.environment()
     rows = [
-        (node.partition(".")[0], one.name, one.value, usual.get(one.name, ""))
+        (node.partition(".")[0], setting.name, setting.value, usual.get(setting.name, ""))
         for node, of in settings.by_node.items()
-        for one in of
+        for setting in of
     ]
-    for rank, one in enumerate(placement.bindings if placement else ()):
-        values = zip(BINDING_VARIABLES, (one.cpus, one.nic, one.uuid) if one else (), strict=False)
+    for rank, binding in enumerate(placement.bindings if placement else ()):
+        values = zip(
+            BINDING_VARIABLES, (binding.cpus, binding.nic, binding.uuid) if binding else (), strict=False
+        )
         rows += [(f"rank:{rank}", name, value, "") for name, value in values if value]
     return "".join("\t".join(row) + "\n" for row in rows if not any(c in "".join(row) for c in "\t\n"))
 

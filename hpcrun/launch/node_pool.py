@@ -57,14 +57,14 @@ class NodePool:
 
     def avoid(self, names: Iterable[str], nodes: Nodes) -> list[str]:
         """Put spares in the place of nodes that are under suspicion; those for which there was one."""
-        left, wanted = self.left(nodes), self.fit(nodes).nodes
-        out = [node for node in dict.fromkeys(names) if node in left][: max(0, len(left) - wanted)]
+        left, needed = self.left(nodes), self.fit(nodes).nodes
+        out = [node for node in dict.fromkeys(names) if node in left][: max(0, len(left) - needed)]
         self.refuse(out)
         return out
 
     def unreported_losses(self, nodes: Nodes) -> list[NodeLost]:
         """Nodes that were lost without anybody having said so yet."""
-        return [one for one in nodes.lost if one.node not in self._refused | self._lost]
+        return [node_lost for node_lost in nodes.lost if node_lost.node not in self._refused | self._lost]
 
     def shortage(self, nodes: Nodes) -> str | None:
         """Why too few are left, or None where there are enough."""

@@ -62,14 +62,14 @@ class OutcomeRecorder:
             outcome = replace(outcome, status="failed", message=f"reached its time limit; {outcome.message}")
         if recovery.REPEATED_FAILURE in refused:
             outcome = replace(outcome, exit_code=EXIT_DO_NOT_RESTART)
-        cause, told = self._queue_again(outcome, progress)
+        cause, why_not = self._queue_again(outcome, progress)
         self.attempt(outcome, requeued=cause)
         if cause is not None:
             self.event(outcome.files, RequeueEvent(cause))
             return outcome
         self._verify()
-        told = told or (refused if outcome.attempt > 1 else "")
-        message = f"{outcome.message}; not tried again: {told}" if told else outcome.message
+        why_not = why_not or (refused if outcome.attempt > 1 else "")
+        message = f"{outcome.message}; not tried again: {why_not}" if why_not else outcome.message
         record_run_exit(
             outcome.run, outcome.status, outcome.exit_code, message, outcome.attempt, outcome.step
         )

@@ -54,7 +54,7 @@ def choose_port(seed: int, root: Path = Path("/")) -> PortLease:
             if mark is not None:
                 mark.close()
             continue
-        return PortLease(port, tuple(f"{one}; the ranks meet at port {port}" for one in notes), mark)
+        return PortLease(port, tuple(f"{note}; the ranks meet at port {port}" for note in notes), mark)
     raise SiteError(f"{os.uname().nodename}: no TCP port is free for the ranks to meet at; {notes[0]}")
 
 
@@ -73,7 +73,7 @@ def describe_port_holder(port: int, root: Path = Path("/")) -> str:
     inodes, is_closing = _socket_inodes(port, root)
     if not inodes:
         return "connections that are just closing" if is_closing else "somebody who cannot be seen from here"
-    for entry in sorted((root / "proc").glob("[0-9]*"), key=lambda one: int(one.name)):
+    for entry in sorted((root / "proc").glob("[0-9]*"), key=lambda path: int(path.name)):
         with contextlib.suppress(OSError):
             for descriptor in (entry / "fd").iterdir():
                 with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def _socket_inodes(port: int, root: Path) -> tuple[Mapping[str, int], bool]:
 
     And whether there are connections that are over, but for packets that may still come.
     """
-    found: list[tuple[bool, str, int]] = []
+    candidates: list[tuple[bool, str, int]] = []
     is_closing = False
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
@@ -135,8 +135,8 @@ def _socket_inodes(port: int, root: Path) -> tuple[Mapping[str, int], bool]:
                     continue
                 is_closing |= words[3] == _CLOSING
                 if words[9] != "0":
-                    found.append((words[3] != _LISTENS, f"socket:[{words[9]}]", int(words[7])))
-    return {inode: uid for _, inode, uid in sorted(found)}, is_closing
+                    candidates.append((words[3] != _LISTENS, f"socket:[{words[9]}]", int(words[7])))
+    return {inode: uid for _, inode, uid in sorted(candidates)}, is_closing
 
 
 def _describe_process(entry: Path) -> str:

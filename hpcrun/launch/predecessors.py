@@ -31,16 +31,16 @@ def check_predecessors(
     Either it is recorded that the run was not started, or the job waits again, where a run before it was
     resumed or queued again meanwhile.
     """
-    known = read_predecessors(run.sweep_of_element or run)
+    predecessors = read_predecessors(run.sweep_of_element or run)
     # Once begun, it goes on by itself, whatever becomes of the others.
-    if not known.runs or known.has_begun(run):
+    if not predecessors.runs or predecessors.has_begun(run):
         return None
-    pending = _unfinished_runs(known.runs)
+    pending = _unfinished_runs(predecessors.runs)
     if not pending:
         return None
     refused = ""
-    if all(one.state in ("running", "queued") for one in pending):
-        ids = ", ".join(one.run.id for one in pending)
+    if all(state.state in ("running", "queued") for state in pending):
+        ids = ", ".join(state.run.id for state in pending)
         refused = _requeue_behind(allocation, pending)
         if not refused:
             text = f"waits again: {ids} is not over yet"
@@ -58,11 +58,14 @@ def _unfinished_runs(runs: Sequence[RunDir]) -> list[RunState]:
     """Those that have not ended well, the ones that never will first."""
     until = time.monotonic() + RECORD_DELAY_S
     while True:
-        found = [one for one in read_run_states(runs) if one.state != "done"]
+        unfinished = [state for state in read_run_states(runs) if state.state != "done"]
         # An end on record is final; what only Slurm says may be contradicted by a record that comes late.
-        failed = [one for one in found if one.is_over and one.exit_code is not None]
-        if not found or failed or time.monotonic() > until:
-            return sorted(found, key=lambda one: (one not in failed, not one.is_over, one.state != "unknown"))
+        failed = [state for state in unfinished if state.is_over and state.exit_code is not None]
+        if not unfinished or failed or time.monotonic() > until:
+            return sorted(
+                unfinished,
+                key=lambda state: (state not in failed, not state.is_over, state.state != "unknown"),
+            )
         time.sleep(_POLL_S)
 
 
@@ -77,7 +80,7 @@ def _describe_state(state: RunState) -> str:
 
 def _requeue_behind(allocation: Allocation | None, states: Sequence[RunState]) -> str:
     """Put the job back into the queue, behind the newest jobs of these runs; why not, where that fails."""
-    jobs = [one.job for one in states if one.job]
+    jobs = [state.job for state in states if state.job]
     if allocation is None or not allocation.is_batch or len(jobs) < len(states):
         return "there is no job of Slurm's to wait for"
     # A job without retries was submitted as one that is not queued again.

@@ -41,7 +41,7 @@ def build_rank_environment(
     own, unset = set_variables(spec.env), unset_variables(spec.env)
     environ = {k: v for k, v in usual.items() if k not in unset} | site.inherited_environment(spec)
     points = _collect_rendezvous_points(attempt, spec, site, placement, nodes, note)
-    interfaces = {node: one.interface for node, one in points.items() if one.interface}
+    interfaces = {node: point.interface for node, point in points.items() if point.interface}
     ours = choose_comm_settings(attempt, spec, site.cluster, placement, environ | own, note, interfaces)
     meeting = _master_address(points, placement, nodes) if spec.command is not None else {}
     marks = {RUN_ID_VARIABLE: attempt.run.run_id, RUN_DIR_VARIABLE: str(attempt.run.path)}

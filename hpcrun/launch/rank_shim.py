@@ -153,17 +153,17 @@ def _rank_record(world: World) -> dict[str, Any]:
 
 def _resolve_worker_socket(attempt: Attempt, rank: int) -> None:
     """Put the name of this rank's node where all ranks were told the same."""
-    told = os.environ.get(WORKER_SOCKET_VARIABLE, "")
-    found = read_placement(attempt.placement) if NODE_MARK in told else None
-    if found is not None and rank < len(found[0].ranks):
-        os.environ[WORKER_SOCKET_VARIABLE] = told.replace(NODE_MARK, found[0].ranks[rank])
+    template = os.environ.get(WORKER_SOCKET_VARIABLE, "")
+    placement = read_placement(attempt.placement) if NODE_MARK in template else None
+    if placement is not None and rank < len(placement[0].ranks):
+        os.environ[WORKER_SOCKET_VARIABLE] = template.replace(NODE_MARK, placement[0].ranks[rank])
 
 
 def _bind_to_cpus(attempt: Attempt, rank: int) -> dict[str, Any]:
-    found = read_placement(attempt.placement) if is_supervised() else None
-    if found is None or rank >= len(found[0].ranks):
+    placement = read_placement(attempt.placement) if is_supervised() else None
+    if placement is None or rank >= len(placement[0].ranks):
         return {}
-    return {"binding": bind_process(found[0].binding(rank))}
+    return {"binding": bind_process(placement[0].binding(rank))}
 
 
 def _die_with_supervisor(attempt: Attempt) -> None:

@@ -74,7 +74,7 @@ def why_no_retry(
     # A slow node is replaced for as long as there are spares. What kills a supervisor is its node's doing.
     causes = _NODE_CAUSES if cause in _NODE_CAUSES else (cause,)
     key = causes[0]
-    budget, used = getattr(retries, key, None), sum(count_restarts(run, one) for one in causes)
+    budget, used = getattr(retries, key, None), sum(count_restarts(run, cause) for cause in causes)
     if budget is not None and used >= budget:
         return f"retry.{key} allows {budget}, and {used} have been used"
     return None
@@ -99,7 +99,7 @@ def count_restarts(run: RunDir, cause: RestartCause) -> int:
 
 def is_repeated_failure(run: RunDir, outcome: AttemptOutcome) -> bool:
     """Whether the attempt before has failed in the very same way."""
-    before = [one for one in read_outcomes(run) if one.get("attempt") == outcome.attempt - 1]
+    before = [record for record in read_outcomes(run) if record.get("attempt") == outcome.attempt - 1]
     return bool(before) and failure_signature(before[0].get("message", "")) == failure_signature(
         outcome.message
     )
@@ -112,12 +112,12 @@ def failure_signature(message: str) -> str:
 
 def read_outcomes(run: RunDir) -> list[dict[str, Any]]:
     """How the attempts of a run have ended, oldest first; those that left no word are missing."""
-    found = []
+    records = []
     for attempt in run.attempts():
         record = read_json(attempt.outcome)
         if isinstance(record, dict):
-            found.append({"attempt": attempt.number, **record})
-    return found
+            records.append({"attempt": attempt.number, **record})
+    return records
 
 
 def newest_saved_step(run: RunDir) -> int:

@@ -98,13 +98,13 @@ class NodeRendezvous:
     def _point(self, request: RendezvousRequest) -> RendezvousPoint:
         try:
             if len(request.nodes) > 1:
-                found = reachable_address(request.interface, request.nodes, request.suffix)
-                point = RendezvousPoint(found.text, found.interface, warning=found.warning)
+                address = reachable_address(request.interface, request.nodes, request.suffix)
+                point = RendezvousPoint(address.text, address.interface, warning=address.warning)
             else:
                 point = RendezvousPoint(LOOPBACK, "lo")
             if request.wants_port:
                 self._lease = choose_port(request.seed)
-                notes = tuple(f"{os.uname().nodename}: {one}" for one in self._lease.notes)
+                notes = tuple(f"{os.uname().nodename}: {note}" for note in self._lease.notes)
                 point = replace(point, port=self._lease.number, notes=notes)
         except SiteError as error:
             return RendezvousPoint("", problem=str(error))

@@ -26,18 +26,18 @@ def build_requeue_exclusion(allocation: Allocation, nodes: Sequence[str], needed
         if record is None or not record.partition:
             return ""
         words = ["sinfo", "-h", "-N", "-o", "%N", "-p", record.partition]
-        known = dict.fromkeys(run_slurm_client(words, timeout_s=_ASK_S).stdout.split())
+        names = dict.fromkeys(run_slurm_client(words, timeout_s=_ASK_S).stdout.split())
         before = expand_hosts(record.fields.get("ExcNodeList", ""), "ExcNodeList")
     except (SiteError, UsageError):
         return ""
-    new = [node for node in nodes if node in known and node not in before]
-    most = max_avoided_nodes(len(known), needed + sum(node in known for node in before))
+    new = [node for node in nodes if node in names and node not in before]
+    most = max_avoided_nodes(len(names), needed + sum(node in names for node in before))
     return fold_hosts([*before, *new[:most]], suffixes=False) if new[:most] else ""
 
 
 def apply_requeue_exclusion(allocation: Allocation, excluded: str) -> str:
     """Give a job that is in the queue again this ExcNodeList; says what came of it."""
-    told = allocation.update(f"ExcNodeList={excluded}")
-    if not told:
+    problem = allocation.update(f"ExcNodeList={excluded}")
+    if not problem:
         return f"job {allocation.id} now excludes {excluded}"
-    return f"job {allocation.id} may be given the same nodes again: ExcNodeList={excluded}: {told}"
+    return f"job {allocation.id} may be given the same nodes again: ExcNodeList={excluded}: {problem}"

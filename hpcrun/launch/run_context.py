@@ -63,18 +63,18 @@ class RunContext:
 
     def per_node(self, spec: JobSpec) -> int:
         """How many ranks each node gets; UsageError where there are too few nodes."""
-        asked = spec.resources
+        resources = spec.resources
         if self.allocation is None:
-            if asked.nodes > 1:
+            if resources.nodes > 1:
                 raise UsageError(
-                    f"resources.nodes: {asked.nodes} nodes are asked for, but this is one machine; use"
+                    f"resources.nodes: {resources.nodes} nodes are asked for, but this is one machine; use"
                     " hpcrun submit, run this inside an allocation (salloc), or set resources.nodes=1"
                 )
             return spec.ranks
         nodes = self.allocation.nodes
-        spread = asked.nodes == 1 and asked.ranks_per_node is None
+        spread = resources.nodes == 1 and resources.ranks_per_node is None
         # A job that says nothing of nodes takes all that there are.
-        per_node = -(-spec.ranks // max(1, len(nodes) - asked.spares)) if spread else spec.ranks_per_node
+        per_node = -(-spec.ranks // max(1, len(nodes) - resources.spares)) if spread else spec.ranks_per_node
         place_in_blocks(nodes, spec.ranks, per_node)
         return per_node
 
@@ -106,8 +106,10 @@ class RunContext:
         if not self._topology:
             self._topology.append(query_topology(self.cluster.slurm_cluster if self.cluster else None))
         fabric = find_fabric(self.cluster, self._topology[0], None)
-        told = nodes.addresses
-        return fabric_from_addresses(told) if told and not (fabric.levels or fabric.grids) else fabric
+        addresses = nodes.addresses
+        return (
+            fabric_from_addresses(addresses) if addresses and not (fabric.levels or fabric.grids) else fabric
+        )
 
     def domains(self, nodes: Nodes, names: Sequence[str]) -> dict[str, dict[str, str | None]]:
         """What fails together, by level of the fabric; nothing where there is no fabric."""
@@ -116,10 +118,10 @@ class RunContext:
     def launcher(self, spec: JobSpec) -> Launcher:
         """What starts the ranks: by the profile between nodes, Hydra on one."""
         cluster, step = self.cluster, template_words(os.environ, SRUN_OPTIONS_VARIABLE)
-        wanted = launcher_name(cluster)
-        if step and (why := why_no_step_options(wanted)):
+        launcher = launcher_name(cluster)
+        if step and (why := why_no_step_options(launcher)):
             raise SiteError(why)
-        if self.allocation is None or wanted == "hydra":
+        if self.allocation is None or launcher == "hydra":
             interface = None
             if not self.is_here:
                 # Its proxies on the other nodes come back to this address, whatever our name means to them.
@@ -128,7 +130,7 @@ class RunContext:
                     # Of an interface it takes the IPv4 address alone.
                     interface = here.interface if ":" not in here.text else None
             return HydraLauncher(agents=not self.is_here, interface=interface)
-        if wanted == "mpirun":
+        if launcher == "mpirun":
             return MpirunLauncher()
         pmi = cluster.mpi.pmi if cluster else "pmi2"
         return SrunLauncher(pmi, [*self._step_options(spec), *step], self.allocation.nodes)

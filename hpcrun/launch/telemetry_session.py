@@ -119,25 +119,25 @@ def _sidecar_configs(
 ) -> dict[str, Any]:
     """What each of them is to do, by its name; empty where there is nothing to be done."""
     cluster = site.cluster
-    wanted = spec.telemetry.at(cluster.telemetry if cluster else None)
+    targets = spec.telemetry.at(cluster.telemetry if cluster else None)
     orders: dict[str, Any] = {}
-    if wanted.textfile or wanted.port:
+    if targets.textfile or targets.port:
         orders["exporter"] = {
-            "textfile": _expand_path(wanted.textfile),
-            "port": wanted.port,
-            "targets": _expand_path(wanted.targets),
+            "textfile": _expand_path(targets.textfile),
+            "port": targets.port,
+            "targets": _expand_path(targets.targets),
             "address": _exporter_address(site),
             "suffix": cluster.network.fabric_suffix if cluster else "",
         }
-    if wanted.tensorboard:
+    if targets.tensorboard:
         place = run.path / "tensorboard"
-        if isinstance(wanted.tensorboard, str):
-            place = Path(_expand_path(wanted.tensorboard) or "") / run.shared_name
+        if isinstance(targets.tensorboard, str):
+            place = Path(_expand_path(targets.tensorboard) or "") / run.shared_name
         orders["tensorboard"] = {"directory": str(place)}
-    if wanted.wandb is not None:
-        orders["wandb"] = _wandb_config(run, spec, wanted)
-    hooks = [{**one.model_dump(), "whose": "job"} for one in spec.hooks]
-    hooks += [{**one.model_dump(), "whose": "site"} for one in (cluster.hooks if cluster else ())]
+    if targets.wandb is not None:
+        orders["wandb"] = _wandb_config(run, spec, targets)
+    hooks = [{**hook.model_dump(), "whose": "job"} for hook in spec.hooks]
+    hooks += [{**hook.model_dump(), "whose": "site"} for hook in (cluster.hooks if cluster else ())]
     if hooks:
         orders["hooks"] = {"hooks": hooks, "directory": str(working_directory())}
     for name, package in _REQUIRED_PACKAGES.items():
@@ -161,12 +161,12 @@ def _run_labels(run: RunDir, spec: JobSpec, site: RunContext) -> dict[str, Any]:
     }
 
 
-def _wandb_config(run: RunDir, spec: JobSpec, wanted: TelemetrySpec) -> dict[str, Any]:
-    assert wanted.wandb is not None
+def _wandb_config(run: RunDir, spec: JobSpec, targets: TelemetrySpec) -> dict[str, Any]:
+    assert targets.wandb is not None
     sweep = run.sweep_of_element
     return {
-        **wanted.wandb.model_dump(),
-        "group": wanted.wandb.group or (sweep.id if sweep else None),
+        **targets.wandb.model_dump(),
+        "group": targets.wandb.group or (sweep.id if sweep else None),
         "env": {name: value for name, value in set_variables(spec.env).items() if name.startswith("WANDB_")},
         "secrets": {name: path for name, path in spec.secrets.items() if name.startswith("WANDB_")},
         "config": Masker().mask_record(
@@ -177,8 +177,8 @@ def _wandb_config(run: RunDir, spec: JobSpec, wanted: TelemetrySpec) -> dict[str
 
 def _is_installed(package: str) -> bool:
     """Whether it can be imported; a directory of that name, such as the one W&B itself makes, is none."""
-    found = importlib.util.find_spec(package)
-    return found is not None and found.origin is not None
+    spec_of_package = importlib.util.find_spec(package)
+    return spec_of_package is not None and spec_of_package.origin is not None
 
 
 def _expand_path(place: str | None) -> str | None:

@@ -55,8 +55,10 @@ def supervise_with_restarts(supervise: Callable[[SupervisorCrash | None], int]) 
     os.set_blocking(writer, False)
     # Caught, not just waited for: the batch shell holds signals back until it sees handlers.
     handled = (*SUPERVISOR_SIGNALS, signal.SIGCHLD)
-    caught = [one for one in handled if signal.getsignal(one) != signal.SIG_IGN or one == signal.SIGCHLD]
-    before = {one: signal.signal(one, lambda _number, _frame: None) for one in caught}
+    caught = [
+        signum for signum in handled if signal.getsignal(signum) != signal.SIG_IGN or signum == signal.SIGCHLD
+    ]
+    before = {signum: signal.signal(signum, lambda _number, _frame: None) for signum in caught}
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     crash: SupervisorCrash | None = None
     pending: list[int] = []
@@ -67,8 +69,8 @@ def supervise_with_restarts(supervise: Callable[[SupervisorCrash | None], int]) 
         child = os.fork()
         if child == 0:
             signal.set_wakeup_fd(-1)
-            for one, handler in before.items():
-                signal.signal(one, handler if one != signal.SIGCHLD else signal.SIG_DFL)
+            for signum, handler in before.items():
+                signal.signal(signum, handler if signum != signal.SIGCHLD else signal.SIG_DFL)
             _become_child(parent)
             return supervise(crash)
         for number in pending:

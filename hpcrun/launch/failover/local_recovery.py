@@ -93,10 +93,10 @@ class LocalRecovery:
         """End what the former supervisor left below the guardian, except the agents' Slurm steps."""
         if os.getppid() != self._crash.parent:
             return
-        below = [one for one in process.descendants(self._crash.parent) if one.pid != os.getpid()]
+        below = [child for child in process.descendants(self._crash.parent) if child.pid != os.getpid()]
         if has_agents:
             words = dict(process.command_lines())
-            below = [one for one in below if "_beside" in words.get(one, ())]
+            below = [child for child in below if "_beside" in words.get(child, ())]
         process.kill_processes(below)
 
     def _leave_to_others(self) -> AttemptOutcome:

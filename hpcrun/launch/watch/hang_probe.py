@@ -39,12 +39,12 @@ def dump_stacks(
     """
     deadline = time.monotonic() + timeout_s
     processes = {**ranks, **dumpable}
-    seen = {rank: _read_kernel_state(one) for rank, one in processes.items()}
+    seen = {rank: _read_kernel_state(handle) for rank, handle in processes.items()}
     waiting = {}
-    for rank, one in dumpable.items():
+    for rank, handle in dumpable.items():
         if seen[rank]["state"] not in _STOPPED:
             waiting[rank] = _size(attempt.stack(rank))
-            one.signal(DUMP_SIGNAL)
+            handle.signal(DUMP_SIGNAL)
     for rank in processes:
         _trigger_nccl_dump(attempt, rank)
     while waiting and time.monotonic() < deadline:
@@ -54,7 +54,7 @@ def dump_stacks(
         if grown == waiting.keys():
             time.sleep(_POLL_S)
             break
-    _run_py_spy(attempt, {rank: one for rank, one in ranks.items() if rank not in dumpable}, deadline)
+    _run_py_spy(attempt, {rank: handle for rank, handle in ranks.items() if rank not in dumpable}, deadline)
     return seen
 
 
@@ -91,7 +91,7 @@ def _run_py_spy(attempt: Attempt, ranks: Mapping[int, ProcessHandle], deadline: 
         return
     for rank, handle in ranks.items():
         below = process.descendants(handle.process)
-        pythons = [one.pid for one in (handle.process, *below) if _is_python(one.pid)]
+        pythons = [process_id.pid for process_id in (handle.process, *below) if _is_python(process_id.pid)]
         for pid in pythons[:_MAX_PYTHONS]:
             left = deadline - time.monotonic()
             if left <= 0:

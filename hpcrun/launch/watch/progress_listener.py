@@ -53,16 +53,24 @@ class ProgressListener:
     def hear(self) -> list[RankProgress]:
         """The newest of every rank since the last call; how long sections took is gathered from all."""
         self._accept()
-        found: dict[int, RankProgress] = {}
-        for speaker in [one for one in self._speakers if not one.has_ended]:
-            for one in self._read(speaker):
-                found[one.rank] = one if one.rank not in found else _merge_progress(found[one.rank], one)
+        newest: dict[int, RankProgress] = {}
+        for speaker in [candidate for candidate in self._speakers if not candidate.has_ended]:
+            for progress in self._read(speaker):
+                newest[progress.rank] = (
+                    progress
+                    if progress.rank not in newest
+                    else _merge_progress(newest[progress.rank], progress)
+                )
         self._let_go()
-        return list(found.values())
+        return list(newest.values())
 
     def dumpable(self) -> dict[int, ProcessHandle]:
         """The processes of ranks that write their stacks on a signal."""
-        return {one.rank: one.handle for one in self._speakers if one.rank is not None and one.dumps}
+        return {
+            speaker.rank: speaker.handle
+            for speaker in self._speakers
+            if speaker.rank is not None and speaker.dumps
+        }
 
     def close(self) -> None:
         """Hear nobody any more."""
@@ -85,7 +93,7 @@ class ProgressListener:
                 self._speakers.append(_ProgressConnection(connection, ProcessHandle(who)))
 
     def _read(self, speaker: _ProgressConnection) -> list[RankProgress]:
-        found = []
+        reports = []
         with contextlib.suppress(BlockingIOError):
             for _ in range(_MAX_MESSAGES):
                 try:
@@ -95,18 +103,18 @@ class ProgressListener:
                 if not data:
                     speaker.has_ended = True
                     break
-                one = self._parse(speaker, data)
-                if one is not None:
-                    found.append(one)
-        return found
+                progress = self._parse(speaker, data)
+                if progress is not None:
+                    reports.append(progress)
+        return reports
 
     def _let_go(self) -> None:
         """Of those that have hung up; a rank that still runs can be made to write its stacks."""
-        for one in [one for one in self._speakers if one.has_ended]:
-            if one.rank is None or not one.dumps or not one.handle.is_alive():
-                one.connection.close()
-                one.handle.close()
-                self._speakers.remove(one)
+        for speaker in [speaker for speaker in self._speakers if speaker.has_ended]:
+            if speaker.rank is None or not speaker.dumps or not speaker.handle.is_alive():
+                speaker.connection.close()
+                speaker.handle.close()
+                self._speakers.remove(speaker)
 
     def _parse(self, speaker: _ProgressConnection, data: bytes) -> RankProgress | None:
         """The message, where it is one of a rank that belongs here."""

@@ -55,19 +55,19 @@ class RankStack:
         """The lines that tell one rank from another at the same place; none of one that is stopped."""
         if self.state in _STATES:
             return ()
-        known = zip(self.frames, self.lines, strict=False)
-        return tuple(0 if frame == _POLLING_FRAME else line for frame, line in known)
+        pairs = zip(self.frames, self.lines, strict=False)
+        return tuple(0 if frame == _POLLING_FRAME else line for frame, line in pairs)
 
     def place_at(self, depth: int) -> str:
         """As `place`, with the lines, down to a frame that differs between ranks."""
         if not self.distinguishing_lines:
             return self.place
-        told = [
+        lines = [
             f"{function} ({file}:{line})"
             for (file, function), line in zip(self.frames, self.lines, strict=False)
         ]
         between = ["…"] if depth > _SHOWN else []
-        return " < ".join([*told[:_SHOWN], *between, *told[max(depth, _SHOWN) : depth + 1]])
+        return " < ".join([*lines[:_SHOWN], *between, *lines[max(depth, _SHOWN) : depth + 1]])
 
 
 @dataclass(frozen=True)
@@ -115,43 +115,43 @@ def group_stacks(stacks: Sequence[RankStack]) -> list[StackGroup]:
     By their functions, unless nobody stands apart by these: then lines are told as well, where those differ.
     """
     by_place: dict[tuple[Any, ...], list[RankStack]] = {}
-    for one in stacks:
-        by_place.setdefault(one.signature, []).append(one)
+    for stack in stacks:
+        by_place.setdefault(stack.signature, []).append(stack)
     groups = _sort_groups(_make_group(alike, alike[0].place) for alike in by_place.values())
     if find_outlier(groups) is not None:
         return groups
-    by_line = _sort_groups(one for alike in by_place.values() for one in _group_by_line(alike))
+    by_line = _sort_groups(group for alike in by_place.values() for group in _group_by_line(alike))
     return by_line if len(groups) == 1 or find_outlier(by_line) is not None else groups
 
 
 def _group_by_line(alike: Sequence[RankStack]) -> list[StackGroup]:
     """Ranks in the same functions, by the lines that they are at."""
-    found: dict[tuple[int, ...], list[RankStack]] = {}
-    for one in alike:
-        found.setdefault(one.distinguishing_lines, []).append(one)
-    if len(found) == 1:
+    by_lines: dict[tuple[int, ...], list[RankStack]] = {}
+    for stack in alike:
+        by_lines.setdefault(stack.distinguishing_lines, []).append(stack)
+    if len(by_lines) == 1:
         return [_make_group(alike, alike[0].place)]
     # The outermost frame in which they differ says most: the further in, the more it is chance.
-    columns = [len(set(column)) > 1 for column in zip(*found, strict=False)]
+    columns = [len(set(column)) > 1 for column in zip(*by_lines, strict=False)]
     depth = max((at for at, differs in enumerate(columns) if differs), default=0)
-    return [_make_group(of, of[0].place_at(depth)) for of in found.values()]
+    return [_make_group(of, of[0].place_at(depth)) for of in by_lines.values()]
 
 
 def _make_group(alike: Sequence[RankStack], place: str) -> StackGroup:
-    nodes = dict.fromkeys(one.node for one in alike)
-    return StackGroup(tuple(one.rank for one in alike), tuple(nodes), place)
+    nodes = dict.fromkeys(stack.node for stack in alike)
+    return StackGroup(tuple(stack.rank for stack in alike), tuple(nodes), place)
 
 
 def _sort_groups(groups: Iterable[StackGroup]) -> list[StackGroup]:
-    return sorted(groups, key=lambda one: (len(one.ranks), one.ranks))
+    return sorted(groups, key=lambda group: (len(group.ranks), group.ranks))
 
 
 def find_outlier(groups: Sequence[StackGroup]) -> StackGroup | None:
     """The group that stands apart from the many; None where nobody does, or several do alike."""
-    stopped = [one for one in groups if one.place.startswith(tuple(_STATES.values()))]
+    stopped = [group for group in groups if group.place.startswith(tuple(_STATES.values()))]
     if len(stopped) == 1 and len(groups) > 1:
         return stopped[0]
-    if len(groups) < 2 or len(groups[0].ranks) * 2 >= sum(len(one.ranks) for one in groups):
+    if len(groups) < 2 or len(groups[0].ranks) * 2 >= sum(len(group.ranks) for group in groups):
         return None
-    rivals = [one for one in groups[1:] if len(one.ranks) == len(groups[0].ranks)]
+    rivals = [group for group in groups[1:] if len(group.ranks) == len(groups[0].ranks)]
     return None if rivals else groups[0]

@@ -41,11 +41,11 @@ class StragglerDetector:
         self._probes: dict[tuple[str, int], deque[float]] = {}
         self._named: set[str] = set()
 
-    def heard(self, one: RankProgress) -> None:
+    def heard(self, progress: RankProgress) -> None:
         """A rank has measured itself."""
-        if one.probes_s:
-            window = self._probes.setdefault((one.node, one.rank), deque(maxlen=_WINDOW))
-            window.extend(one.probes_s)
+        if progress.probes_s:
+            window = self._probes.setdefault((progress.node, progress.rank), deque(maxlen=_WINDOW))
+            window.extend(progress.probes_s)
 
     def scores(self) -> dict[str, float]:
         """Of every node that has measured enough: the median of the other nodes over its own slowest rank."""
@@ -65,9 +65,9 @@ class StragglerDetector:
         """Nodes that have become slow since the last call; one that recovers may become so again."""
         scores = self.scores()
         self._named -= {node for node, score in scores.items() if score > _FINE_ABOVE}
-        found = [node for node, score in scores.items() if score < _SLOW_BELOW and node not in self._named]
-        self._named |= set(found)
-        return [Straggler(node, scores[node]) for node in found]
+        slow = [node for node, score in scores.items() if score < _SLOW_BELOW and node not in self._named]
+        self._named |= set(slow)
+        return [Straggler(node, scores[node]) for node in slow]
 
 
 def _typical_seconds(times: Sequence[float]) -> float:

@@ -32,8 +32,8 @@ class Hang:
             "" if self.step is None else f" {self.step}" if self.section == _STEP else f" at step {self.step}"
         )
         took = self.learnt_s
-        known = "nothing is known of it yet" if took is None else f"it took {took:.3g} s at most"
-        silent = f"{self.silent_s:.0f} s ({self.limit_s:.0f} s are allowed, {known})"
+        past = "nothing is known of it yet" if took is None else f"it took {took:.3g} s at most"
+        silent = f"{self.silent_s:.0f} s ({self.limit_s:.0f} s are allowed, {past})"
         return f"no progress in {self.section}{at} for {silent}"
 
 
@@ -67,15 +67,19 @@ class HangWatchdog:
         self._warm: set[int] = set()
         self._asked: float | None = None
 
-    def heard(self, one: RankProgress, now: float) -> None:
+    def heard(self, progress: RankProgress, now: float) -> None:
         """A rank says where it is."""
-        for section, seconds in one.longest_s.items():
+        for section, seconds in progress.longest_s.items():
             self._longest[section] = max(seconds, self._longest.get(section, 0.0))
-        if _STEP in one.longest_s:
-            self._warm.add(one.rank)
-        place = self._places.get(one.rank)
-        if place is None or (place.section, place.step) != (one.section, one.step) or one.longest_s:
-            self._places[one.rank] = _RankPosition(one.section, one.step, now)
+        if _STEP in progress.longest_s:
+            self._warm.add(progress.rank)
+        place = self._places.get(progress.rank)
+        if (
+            place is None
+            or (place.section, place.step) != (progress.section, progress.step)
+            or progress.longest_s
+        ):
+            self._places[progress.rank] = _RankPosition(progress.section, progress.step, now)
 
     def stopped(self, rank: int, is_stopped: bool, now: float) -> None:
         """A rank's process was stopped by a signal, or goes on: whatever it did, it does no more of it."""
@@ -108,7 +112,7 @@ class HangWatchdog:
                 section, step = self.where(rank) or (_STEP, None)
                 return Hang((rank,), section, step, now - since, self._floor_s, self._longest.get(section))
         places = self._places.items()
-        late = [rank for rank, one in places if now - one.since > self.limit_s(one.section, rank)]
+        late = [rank for rank, place in places if now - place.since > self.limit_s(place.section, rank)]
         if not late:
             return None
         # Ranks that wait for one another are late one after the other: the longest silence came first.

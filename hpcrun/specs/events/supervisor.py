@@ -34,9 +34,7 @@ class PreflightEvent(Event):
         without = f"; left out: {format_hosts(self.excluded)}" if self.excluded else ""
         findings = [f"{one.where}: {one.check}: {replace(one, where='')}" for one in self.found]
         listed = "; ".join(findings) or "all well"
-        return (
-            f"preflight of {format_count(self.nodes, 'node')}{without}: {listed}"
-        )
+        return f"preflight of {format_count(self.nodes, 'node')}{without}: {listed}"
 
 
 @dataclass(frozen=True)
