@@ -214,7 +214,8 @@ def preflight_failure_outcome(
     why = "; ".join(f"{fold_hosts(nodes)}: {text}" for text, nodes in failed.items())
     names = ", ".join(dict.fromkeys(check.check for checks in admission.refused.values() for check in checks))
     requirement = "1 node is" if needed == 1 else f"{needed} nodes are"
-    message = f"{_MESSAGE_PREFIX}{requirement} needed, and {len(left)} {'is' if len(left) == 1 else 'are'} left: {why}"
+    remaining = f"{len(left)} {'is' if len(left) == 1 else 'are'} left"
+    message = f"{_MESSAGE_PREFIX}{requirement} needed, and {remaining}: {why}"
     if names:
         message += f" (to go on all the same: preflight=[{names}] leaves these checks out)"
     blamed = tuple(dict.fromkeys([*gone, *(node for node, _ in admission.blamed)]))
