@@ -53,22 +53,6 @@ class RoundCost(NamedTuple):
 _MAX_PIECES = 1 << 20
 
 
-def estimate_collective_seconds(
-    fabric: Fabric,
-    groups: Sequence[Sequence[str]],
-    collective: Collective,
-    algorithm: CollectiveAlgorithm,
-    size_bytes: float,
-) -> float | None:
-    """Seconds until all groups, given as the node of every rank, are done; None: unknown.
-
-    `size_bytes` is what a rank has after (all_gather) or before (all others). `send` is from every rank of a
-    group to the next, all at one time. Groups are of one size.
-    """
-    found = round_costs(fabric, groups, collective, algorithm)
-    return None if found is None else sum(one.seconds(size_bytes) for one in found)
-
-
 def round_costs(
     fabric: Fabric,
     groups: Sequence[Sequence[str]],
@@ -78,7 +62,12 @@ def round_costs(
     inner: int = 1,
     inside: IntraNodeLink | None = None,
 ) -> tuple[RoundCost, ...] | None:
-    """What every round costs, for any size; None: unknown. `inner` is as in `rounds`."""
+    """What every round costs, for any size; None: unknown. `inner` is as in `rounds`.
+
+    Groups are given as the node of every rank, and are of one size; all of them work at once. The size is
+    what a rank has after (all_gather) or before (all others). `send` is from every rank of a group to the
+    next, all at one time.
+    """
     sizes = {len(group) for group in groups}
     if len(sizes) > 1:
         raise UsageError(f"{collective}: groups are of one size, these have {sorted(sizes)} ranks")

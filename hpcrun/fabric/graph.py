@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from hpcrun.errors import UsageError
-
 SCHEMA_VERSION = 1
 """Of a fabric's JSON."""
 
@@ -57,7 +55,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Fabric:
-    """The network of a cluster, or of the part of it that a job has; prints, dumps to JSON, reads back.
+    """The network of a cluster, or of the part of it that a job has; prints and dumps to JSON.
 
     Units of one name at different levels are different units. A node that the topology does not know is in
     no unit at any level. A node below several leaves (rails) counts as below the first one.
@@ -144,26 +142,6 @@ class Fabric:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Fabric:
-        """What as_json wrote; UsageError for anything else."""
-        try:
-            return cls(
-                tuple(values["nodes"]),
-                tuple(FabricLevel(**level) for level in values["levels"]),
-                tuple(tuple(above) for above in values["units"]),
-                {node: tuple(leaves) for node, leaves in values["rails"].items()},
-                values["source"],
-                tuple(values["notes"]),
-                tuple(
-                    Grid(grid["name"], tuple(grid["dims"]), tuple(grid["nodes"])) for grid in values["grids"]
-                ),
-                values["is_unread"],
-                dict(values["trees"]),
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UsageError(f"fabric: is no JSON of a fabric ({error}); write it with --json") from None
 
     def __str__(self) -> str:
         counts = [

@@ -24,9 +24,6 @@ _GPUS = {
 }
 """PCI vendors of GPUs, and the classes under which theirs appear: a server's own display chip is none."""
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_DEVICE = re.compile(r"(?:GPU|NIC)[0-9]+|[a-z][a-z0-9]*_[a-z0-9_]+")
-_LEGEND = re.compile(r"\s*(NIC[0-9]+):\s*(\S+)")
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,6 @@ class NodeTopology:
     """The CPUs of every NUMA node."""
     near: Mapping[tuple[int, str], str] = field(default_factory=dict)
     """For a GPU's index and an adapter's name, one of NEARNESS."""
-    nvlinks: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    """Links between two GPUs, the lower index first; only nvidia-smi tells them."""
     notes: tuple[str, ...] = ()
 
     def gpu(self, index: int) -> Gpu:
@@ -180,34 +175,18 @@ def format_cpu_list(cpus: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
-def read_node_topology(root: Path = Path("/"), topo: str = "") -> NodeTopology:
-    """Read a node, or the captured tree of one; `topo` is the text of `nvidia-smi topo -m`, which wins."""
-    gpus, notes = _read_gpus(root), []
-    nics = _read_nics(root)
-    near = gpu_nic_proximity(gpus, nics)
-    matrix = _TopoMatrix(topo)
-    if matrix.gpus and gpus and len(matrix.gpus) != len(gpus):
-        notes.append(
-            f"nvidia-smi names {len(matrix.gpus)} GPUs, the PCI bus {len(gpus)}; its matrix is left out"
-        )
-        matrix = _TopoMatrix("")
-    if matrix.gpus and not gpus:
-        gpus = [Gpu(index, numa=numa, cpus=cpus) for index, (cpus, numa) in sorted(matrix.gpus.items())]
-    if not nics:
-        nics = [Nic(name) for name in dict.fromkeys(name for _, name in matrix.near)]
-    known = {nic.name for nic in nics}
-    near |= {pair: word for pair, word in matrix.near.items() if pair[1] in known}
+def read_node_topology(root: Path = Path("/")) -> NodeTopology:
+    """Read a node, or the captured tree of one."""
+    gpus, nics = _read_gpus(root), _read_nics(root)
     unknown = [str(gpu.index) for gpu in gpus if gpu.numa is None]
-    if unknown:
-        notes.append(f"GPU {', '.join(unknown)}: the NUMA node is unknown")
+    notes = (f"GPU {', '.join(unknown)}: the NUMA node is unknown",) if unknown else ()
     numa = {
         int(path.name[4:]): read_sysfs_line(path / "cpulist")
         for path in list_sysfs_entries(root / "sys/devices/system/node")
         if re.fullmatch(r"node[0-9]{1,5}", path.name)
     }
-    return NodeTopology(
-        tuple(gpus), tuple(nics), dict(sorted(numa.items())), near, matrix.nvlinks, tuple(notes)
-    )
+    near = gpu_nic_proximity(gpus, nics)
+    return NodeTopology(tuple(gpus), tuple(nics), dict(sorted(numa.items())), near, notes)
 
 
 def gpu_nic_proximity(gpus: Iterable[Gpu], nics: Collection[Nic]) -> dict[tuple[int, str], str]:
@@ -336,35 +315,3 @@ def _pci_proximity(gpu: Gpu, nic: Nic) -> str:
     if shared == 1:
         return "PHB"
     return "NODE" if gpu.numa is not None and gpu.numa == nic.numa else "SYS"
-
-
-class _TopoMatrix:
-    """The text of `nvidia-smi topo -m`: a table of words, and the adapters' names below it."""
-
-    def __init__(self, text: str) -> None:
-        lines = _COLOUR.sub("", text).splitlines()
-        legend = {match[1]: match[2] for line in lines if (match := _LEGEND.fullmatch(line))}
-        columns: list[str] = []
-        self.gpus: dict[int, tuple[str, int | None]] = {}
-        """The CPUs and the NUMA node of every GPU."""
-        self.near: dict[tuple[int, str], str] = {}
-        self.nvlinks: dict[tuple[int, int], int] = {}
-        for line in lines:
-            words = line.split()
-            if not columns and words[:1] == ["GPU0"] and "X" not in words:
-                columns = words[
-                    : next((at for at, word in enumerate(words) if not _DEVICE.fullmatch(word)), None)
-                ]
-            elif columns and words and re.fullmatch(r"GPU[0-9]{1,4}", words[0]) and len(words) > len(columns):
-                self._row(int(words[0][3:]), dict(zip(columns, words[1:], strict=False)), legend)
-                rest = [*words[len(columns) + 1 :], "", ""]
-                numa = int(rest[1]) if re.fullmatch(r"[0-9]{1,5}", rest[1]) else None
-                self.gpus[int(words[0][3:])] = rest[0] if parse_cpu_list(rest[0]) else "", numa
-
-    def _row(self, gpu: int, cells: Mapping[str, str], legend: Mapping[str, str]) -> None:
-        for column, word in cells.items():
-            if word in PROXIMITY_LEVELS and not column.startswith("GPU"):
-                self.near[gpu, legend.get(column, column)] = word
-            elif re.fullmatch(r"NV[0-9]{1,3}", word) and column.startswith("GPU"):
-                low, high = sorted((gpu, int(column[3:])))
-                self.nvlinks[low, high] = int(word[2:])

@@ -64,11 +64,6 @@ def collective_rounds(
     return known[algorithm](ranks, inner) if ranks > 1 else []
 
 
-def list_algorithms(collective: Collective) -> tuple[CollectiveAlgorithm, ...]:
-    """All that a collective has."""
-    return tuple(_ALGORITHMS[collective])
-
-
 NESTED_ALGORITHMS: frozenset[CollectiveAlgorithm] = frozenset({"two_level", "torus"})
 """They work in two dimensions: near and far."""
 

@@ -12,7 +12,7 @@ from hpcrun.errors import UsageError
 from hpcrun.fabric.graph import Fabric, FabricLevel, flat_fabric, pluralize
 from hpcrun.fabric.infiniband import is_ibnetdiscover_output, parse_ibnetdiscover
 from hpcrun.fabric.topoconf import check_topoconf
-from hpcrun.fabric.tree import BLOCK, build_fabric, level_name, render_topology
+from hpcrun.fabric.tree import BLOCK, build_fabric, level_name
 from hpcrun.hostlist import expand_hosts, fold_hosts, sort_hosts
 from hpcrun.local_identity import expand_path
 from hpcrun.slurm.cluster_state import FLAT_TOPOLOGY_ANSWER, LiveCluster
@@ -28,15 +28,6 @@ from hpcrun.slurm.topology import (
 from hpcrun.specs.cluster import ClusterSpec, LevelSpec, TopologySpec
 from hpcrun.specs.yaml import parse_yaml
 
-__all__ = [
-    "fabric_from_addresses",
-    "fabric_from_names",
-    "fabric_from_table",
-    "find_fabric",
-    "parse_fabric",
-    "render_topology",
-]
-
 _TOPOCONF = re.compile(r"^\s*-\s*(?:\{\s*)?topology\s*:", re.MULTILINE)
 _YAML = (".yaml", ".yml")
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+-]*", re.ASCII)
@@ -45,11 +36,11 @@ _MOST_NAMED = 200
 """Characters of a host list in a note."""
 
 
-def parse_fabric(text: str, *, name: str, topology: str | None = None) -> Fabric:
+def parse_fabric(text: str, *, name: str) -> Fabric:
     """The graph that a text describes, whichever form it has; `name` is the file, for messages.
 
     Forms: scontrol show topology, scontrol show topoconf and topology.yaml, topology.conf, a YAML table of
-    leaves, ibnetdiscover. Of several topologies `topology` names one, else the cluster's default is taken.
+    leaves, ibnetdiscover. Of several topologies the cluster's default is taken.
     A text that describes none gives a flat Fabric with a note; UsageError where it contradicts itself.
     """
     if units := parse_topology(text):
@@ -60,7 +51,7 @@ def parse_fabric(text: str, *, name: str, topology: str | None = None) -> Fabric
     if is_ibnetdiscover_output(text):
         return parse_ibnetdiscover(text, f"{name} (ibnetdiscover)")
     if _TOPOCONF.search(text):
-        return _from_topoconf(text, name, topology)
+        return _from_topoconf(text, name)
     table = _table_in(text, name)
     if table is not None:
         return fabric_from_table(table, name)
@@ -86,18 +77,13 @@ def _form(units: Sequence[TopologyUnit]) -> str:
     return "Slurm: " + " and ".join({"switch": "tree"}.get(kind, str(kind)) for kind in kinds)
 
 
-def _from_topoconf(text: str, name: str, wanted: str | None) -> Fabric:
+def _from_topoconf(text: str, name: str) -> Fabric:
     check_topoconf(text, name)
     topologies = parse_topoconf(text)
-    known = ", ".join(topology.name for topology in topologies) or "none"
-    matching = [topology for topology in topologies if topology.name == wanted]
-    if wanted is not None and not matching:
-        raise UsageError(f"{name}: there is no topology {wanted}; there are: {known}")
-    chosen = matching or [topology for topology in topologies if topology.is_default] or topologies
-    if not chosen[0].units:
-        return flat_fabric((), name, [f"{name}: no switches known, the topology {chosen[0].name} is flat"])
-    one = chosen[0]
-    blocks = [] if wanted is not None else _other_blocks(one, topologies)
+    one = next((topology for topology in topologies if topology.is_default), topologies[0])
+    if not one.units:
+        return flat_fabric((), name, [f"{name}: no switches known, the topology {one.name} is flat"])
+    blocks = _other_blocks(one, topologies)
     fabric = build_fabric([*one.units, *blocks], name, f"{name} (topology {one.name})")
     others = [topology.name for topology in topologies if topology is not one]
     note = f"{name}: of several topologies {one.name} is taken, besides {', '.join(others)}"

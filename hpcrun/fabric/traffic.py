@@ -8,11 +8,10 @@ ring algorithms of gloo and MPI do, and NCCL's between nodes; hierarchical colle
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
-from hpcrun.errors import UsageError
 from hpcrun.formulas import layer_parameters
 from hpcrun.mesh import AXES, ParallelDegrees
 
@@ -72,7 +71,7 @@ class TrafficFlow:
 
 @dataclass(frozen=True)
 class Traffic:
-    """All flows of a job; prints, dumps to JSON and reads back."""
+    """All flows of a job; prints and dumps to JSON."""
 
     flows: tuple[TrafficFlow, ...]
     notes: tuple[str, ...] = ()
@@ -85,18 +84,6 @@ class Traffic:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Traffic:
-        """What as_json wrote; UsageError for anything else."""
-        try:
-            flows = tuple(TrafficFlow(**flow) for flow in values["flows"])
-            notes = tuple(values["notes"])
-        except (KeyError, TypeError) as error:
-            raise UsageError(f"traffic: is no JSON of a traffic ({error})") from None
-        if any(flow.pattern not in get_args(TrafficPattern) for flow in flows):
-            raise UsageError(f"traffic: a pattern is none of {', '.join(get_args(TrafficPattern))}")
-        return cls(flows, notes)
 
     def __str__(self) -> str:
         parts = [

@@ -6,11 +6,12 @@ import itertools
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.collectives import estimate_collective_seconds
+from hpcrun.fabric.collectives import round_costs
 from hpcrun.fabric.cost import (
     LinkLoads,
     PlacementCost,
@@ -376,6 +377,18 @@ def test_algorithms_that_waste_no_bandwidth_send_the_least_that_can_be(
 def test_a_broadcast_reaches_everybody_in_as_few_rounds_as_can_be() -> None:
     assert all(0 in have for have in delivered("broadcast", "tree", 11))
     assert len(collective_rounds("broadcast", "tree", 11)) == 4
+
+
+def estimate_collective_seconds(
+    fabric: Fabric,
+    groups: Sequence[Sequence[str]],
+    collective: Collective,
+    algorithm: CollectiveAlgorithm,
+    size_bytes: float,
+) -> float | None:
+    """Seconds until all groups are done; None: unknown."""
+    found = round_costs(fabric, groups, collective, algorithm)
+    return None if found is None else sum(one.seconds(size_bytes) for one in found)
 
 
 def test_groups_share_the_uplink_they_both_cross() -> None:

@@ -11,8 +11,6 @@ from hpcrun.errors import UsageError
 from hpcrun.fabric.node_topology import Nic, NodeTopology, format_cpu_list, parse_cpu_list, read_node_topology
 from hpcrun.specs.placement import Binding
 
-DATA = Path(__file__).parents[1] / "data" / "topology" / "inside"
-
 NVIDIA, AMD, ASPEED, MELLANOX = "0x10de", "0x1002", "0x1a03", "0x15b3"
 
 
@@ -188,45 +186,6 @@ def test_other_vendors_and_an_unknown_numa_node(tree: Tree) -> None:
     assert [(gpu.index, gpu.numa) for gpu in host.gpus] == [(0, None)]
     assert host.notes == ("GPU 0: the NUMA node is unknown",)
     assert host.bind(1) == (Binding(0, 0),)
-
-
-def test_nvidia_smi_alone(tree: Tree) -> None:
-    host = read_node_topology(tree.root, (DATA / "topo-4-gpus.txt").read_text(encoding="utf-8"))
-    assert [(gpu.index, gpu.numa, gpu.cpus) for gpu in host.gpus] == [
-        (0, 0, "0-31,64-95"),
-        (1, 0, "0-31,64-95"),
-        (2, 1, "32-63,96-127"),
-        (3, 1, "32-63,96-127"),
-    ]
-    assert names([host.nearest_nic(gpu) for gpu in range(4)]) == [
-        "mlx5_0",
-        "mlx5_3",
-        "mlx5_bond_0",
-        "mlx5_bond_0",
-    ]
-    assert set(host.nvlinks.values()) == {18}
-    assert len(host.nvlinks) == 6
-    older = read_node_topology(tree.root, (DATA / "topo-older.txt").read_text(encoding="utf-8"))
-    assert (older.near[1, "mlx5_1"], older.nvlinks) == ("NODE", {(0, 1): 2})
-
-
-def test_nvidia_smi_wins_where_it_names_the_same_gpus(two_sockets: NodeTopology, tree: Tree) -> None:
-    text = (DATA / "topo-4-gpus.txt").read_text(encoding="utf-8")
-    both = read_node_topology(tree.root, text)
-    assert both.near[1, "mlx5_3"] == "PIX"
-    assert both.near[1, "mlx5_4"] == two_sockets.near[1, "mlx5_4"] == "SYS"
-    assert [gpu.uuid for gpu in both.gpus] == [gpu.uuid for gpu in two_sockets.gpus]
-    fewer = read_node_topology(tree.root, (DATA / "topo-older.txt").read_text(encoding="utf-8"))
-    assert fewer.near == two_sockets.near
-    assert fewer.notes == ("nvidia-smi names 2 GPUs, the PCI bus 4; its matrix is left out",)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "NVIDIA-SMI has failed because it couldn't communicate", "\tGPU0\nGPU0\t X ", "\0"]
-)
-def test_what_is_no_table_tells_nothing(text: str, tree: Tree) -> None:
-    host = read_node_topology(tree.root, text)
-    assert (host.near, host.nvlinks) == ({}, {})
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from hpcrun.fabric.topology_reader import (
     fabric_from_table,
     find_fabric,
     parse_fabric,
-    render_topology,
 )
 from hpcrun.slurm.cluster_state import LiveCluster, parse_cluster_answers
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
+from tests.fabric.rendered_topology import render_topology
 
 DATA = Path(__file__).parents[1] / "data"
 OURS = sorted(path for path in (DATA / "topology").iterdir() if path.is_file())
@@ -132,11 +132,6 @@ def test_blocks_of_another_topology_are_a_level_below_the_leaves() -> None:
     assert [level.name for level in fabric.levels] == ["block", "leaf", "spine"]
     assert shape(fabric)["rack1-n03"] == ("nvl2", "leaf1", "spine")
     assert "of several topologies fabric is taken" in fabric.notes[0]
-    text = content(DATA / "topology" / "topology.yaml")
-    assert parse_fabric(text, name="t", topology="nvlink").levels == (FabricLevel("block"),)
-    assert parse_fabric(text, name="t", topology="plain").nodes == ()
-    with pytest.raises(UsageError, match="t: there is no topology mesh; there are: nvlink, fabric, plain"):
-        parse_fabric(text, name="t", topology="mesh")
 
 
 def test_blocks_across_leaves_are_left_out_and_said() -> None:

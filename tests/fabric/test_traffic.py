@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from typing import cast
 
-import pytest
-
-from hpcrun.errors import UsageError
 from hpcrun.fabric.traffic import (
     ASSUMED_BYTES,
     Traffic,
@@ -144,12 +140,3 @@ def test_experts_stand_on_neighbours_in_the_data_and_context_ranks() -> None:
     assert axis_stride(degrees, "ep") == 2
     assert {b for a, b, _ in found.edges(degrees, 8) if a == 1} == {3, 5, 7}
     assert sum(size for a, _, size in found.edges(degrees, 8) if a == 1) >= found.bytes
-
-
-def test_traffic_reads_its_json_back_and_refuses_other() -> None:
-    sent = traffic("parallel.pp=2", "parallel.dp_shard=2")
-    assert Traffic.from_json(json.loads(json.dumps(sent.as_json()))) == sent
-    with pytest.raises(UsageError, match="no JSON of a traffic"):
-        Traffic.from_json({"flows": [{"axis": "pp"}]})
-    with pytest.raises(UsageError, match="a pattern is none of ring"):
-        Traffic.from_json(sent.as_json() | {"flows": [sent.as_json()["flows"][0] | {"pattern": "star"}]})
