@@ -1,7 +1,7 @@
-"""The batches of a data-parallel rank: read, shuffled, split, and prefetched.
+"""Makes the batches of a data-parallel rank: reads, shuffles, splits and prefetches.
 
-The global order of training samples depends on the seed and the corpus alone, never on the number of ranks
-or on a library's version, so the number of samples consumed is all that a resumed run has to know.
+The global order of training samples depends on the seed and the corpus alone, not on the number of ranks or a
+library's version: the number of samples consumed is all that a resumed run needs.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hpcrun.specs.data import DataSpec
 _PREFETCHED_BATCHES = 2
 _FEISTEL_ROUNDS = 8
 IGNORED_TARGET = -100
-"""A target that counts for nothing: what torch's cross entropy ignores."""
+"""A target that torch's cross entropy ignores."""
 
 Indices = npt.NDArray[np.uint64]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def permute_indices(indices: npt.ArrayLike, size: int, seed: int, epoch: int) -> Indices:
-    """Where a pseudo-random permutation of range(size), drawn by seed and epoch, takes the indices (1-D).
+    """Map indices (1-D) by a pseudo-random permutation of range(size), drawn by seed and epoch.
 
     A Feistel network over the next power of four, its steps repeated until they end inside the range; keys
     from BLAKE2b, round function from SplitMix64. Its values are part of the run's format and never change.
@@ -75,7 +75,7 @@ class TokenSource:
         )
 
     def order(self, begin: int, end: int, seed: int) -> list[int]:
-        """The sequences that are samples begin to end of the training order, epoch after epoch."""
+        """Return the sequences that are samples begin to end of the training order, epoch after epoch."""
         split, size = self.corpus.split, self.corpus.train_sequences
         order: list[int] = []
         for epoch in range(begin // size, (end - 1) // size + 1):
@@ -86,7 +86,7 @@ class TokenSource:
         return order
 
     def batch(self, sequences: Sequence[int], shape: tuple[int, ...], vocab: int | None) -> Batch:
-        """Inputs and targets of sequences, int64 of `shape` + (seq_len,); UsageError for an id past vocab."""
+        """Return inputs and targets, int64 of `shape` + (seq_len,); UsageError for an id past vocab."""
         length = self.seq_len
         rows = np.empty((len(sequences), length + 1), dtype=np.int64)
         for row, sequence in zip(rows, sequences, strict=True):
@@ -143,8 +143,8 @@ class Batches:
     The step that begins at sample p takes the samples p to p + gbs of the global order; micro-batch m of
     rank r takes mbs of them from (m * dp_size + r) * mbs on, so that all ranks together see the same for
     every dp_size. With `rounds` every rank gets as many micro-batches, though there may be fewer for it: the
-    last ones are then masked, their targets MASKED. A thread reads two steps ahead. `position` is the only
-    state: give it as `start_sample` to go on from there.
+    last ones are then masked, their targets IGNORED_TARGET. A thread reads two steps ahead. `position` is
+    the only state: give it as `start_sample` to continue from there.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Batches:
 
     @property
     def position(self) -> int:
-        """How many samples of the global order were handed out, over all ranks."""
+        """How many samples of the global order all ranks have consumed."""
         return self._position
 
     def __iter__(self) -> Iterator[Batch]:
@@ -226,38 +226,6 @@ class Batches:
 def eval_batches(
     source: TokenSource,
     *,
-    mbs: int,
-    dp_rank: int,
-    dp_size: int,
-    sequences: int | None = None,
-    vocab: int | None = None,
-) -> Iterator[Batch]:
-    """The held-out batches of one data-parallel rank: inputs and targets, int64 of shape (mbs, seq_len).
-
-    Every rank gets the same number of them. `sequences` takes that many, spread over all that are held out,
-    and what does not fill a batch on every rank is left. UsageError when there is less than one batch a rank.
-    """
-    held_out = source.corpus.eval_sequences
-    wanted = held_out if sequences is None else min(sequences, held_out)
-    at_once = mbs * dp_size
-    if wanted < at_once:
-        found = f"{held_out} are held out" if wanted == held_out else f"{wanted} were asked for"
-        raise UsageError(
-            f"evaluation takes at least mbs {mbs} × dp {dp_size} = {at_once} sequences, {found}; "
-            "raise data.holdout, use more data, or lower mbs"
-        )
-
-    def batches() -> Iterator[Batch]:
-        for begin in range(dp_rank * mbs, wanted // at_once * at_once, at_once):
-            chosen = [source.corpus.split.held_out(i * held_out // wanted) for i in range(begin, begin + mbs)]
-            yield source.batch(chosen, (mbs,), vocab)
-
-    return batches()
-
-
-def eval_steps(
-    source: TokenSource,
-    *,
     gbs: int,
     mbs: int,
     rounds: int,
@@ -266,9 +234,10 @@ def eval_steps(
     sequences: int,
     vocab: int | None = None,
 ) -> Iterator[Batch]:
-    """The held-out batches of one rank, dealt as `Batches` does: gbs sequences each time, masks where short.
+    """Yield the held-out batches of one rank, dealt and masked as by `Batches` with these `rounds`.
 
-    `sequences` is a multiple of gbs; all ranks together see the ones that `eval_batches` would choose.
+    `sequences`, a multiple of gbs, are taken, spread over all that are held out; which ones does not depend
+    on the layout.
     """
     _check_rounds(gbs, mbs, dp_size, rounds)
     held_out = source.corpus.eval_sequences
@@ -285,13 +254,13 @@ def _check_rounds(gbs: int, mbs: int, dp_size: int, rounds: int) -> None:
 
 
 def _rank_samples(samples: Sequence[int], mbs: int, dp_rank: int, dp_size: int) -> list[int]:
-    """What a rank gets of a step's samples, which are dealt mbs at a time."""
+    """Return a rank's share of a step's samples, which are dealt mbs at a time."""
     mine: list[int] = np.asarray(samples).reshape(-1, mbs)[dp_rank::dp_size].ravel().tolist()
     return mine
 
 
 def _padded_batch(source: TokenSource, mine: list[int], rounds: int, mbs: int, vocab: int | None) -> Batch:
-    """The micro-batches of a step; those that are there only to keep the others company are masked."""
+    """Return the micro-batches of a step; those that only fill up the rounds are masked."""
     missing = rounds * mbs - len(mine)
     inputs, targets = source.batch(mine + mine[:1] * missing, (rounds, mbs), vocab)
     if missing:

@@ -1,10 +1,9 @@
-"""Saved steps into other formats, tensor by tensor: the largest one decides how much memory it takes."""
+"""Exports saved steps to other formats, one tensor in memory at a time."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,16 +36,16 @@ EXPORT_DTYPES = {
     "float64": torch.float64,
 }
 SOURCE_DTYPE = "source"
-"""As --dtype: the type that each tensor had where the run got it from."""
+"""For --dtype: the type that each tensor had in the weights that the run began with."""
 EXPORT_NOTE_FILE = "hpcrun.json"
-"""Beside torch's files: the step and what else torch has no place for."""
+"""Beside torch's files: the step and other facts that torch does not store."""
 
 _Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """What there is to say of an export besides its files."""
+    """What to report of an export besides its files."""
 
     casts: tuple[CastSummary, ...]
     carried: CarriedFiles
@@ -62,10 +61,10 @@ def export_hf(
     shard_bytes: int = 5_000_000_000,
     progress: _Progress = lambda _size: None,
 ) -> ExportSummary:
-    """Write the weights of a saved step as a Hugging Face directory, which is there whole or not at all.
+    """Write the weights of a saved step as a Hugging Face directory, which appears whole or not at all.
 
-    Each tensor keeps the type it was saved in, unless `dtype` asks for another one, or for `source`: the
-    type that each had in the weights that the run began with.
+    Each tensor keeps the type it was saved in, unless `dtype` names another one or `source`: the type that
+    each had in the weights that the run began with.
     """
     spec = load_run_job(run).spec.model
     if spec is None:
@@ -85,7 +84,7 @@ def export_hf(
 
 
 def _requested_dtypes(run: RunDir, dtype: str | None, base: HfBaseModel | None) -> dict[str, torch.dtype]:
-    """By a tensor's name; under the empty name that of all others, where all are to have one."""
+    """Return the types by a tensor's name; the empty name stands for all tensors."""
     if dtype is None:
         return {}
     if dtype in EXPORT_DTYPES:
@@ -97,15 +96,15 @@ def _requested_dtypes(run: RunDir, dtype: str | None, base: HfBaseModel | None) 
             f"--dtype {SOURCE_DTYPE}: {run.id} did not begin with weights of Hugging Face;"
             f" use {', '.join(EXPORT_DTYPES)}"
         )
-    return {name: EXPORT_DTYPES[told] for name, told in base.dtypes.items() if told in EXPORT_DTYPES}
+    return {name: EXPORT_DTYPES[kind] for name, kind in base.dtypes.items() if kind in EXPORT_DTYPES}
 
 
 def export_dcp(
     run: RunDir, saved: SavedCheckpoint, directory: Path, *, progress: _Progress = lambda _size: None
 ) -> list[str]:
-    """Write a saved step as torch's own distributed checkpoint, a file a tensor; no process group needed.
+    """Write a saved step as torch's distributed checkpoint, one file a tensor, without a process group.
 
-    Gives the keys of the job that were left out of its spec.yaml, as they describe no state.
+    Returns the keys of the job that were left out of its spec.yaml because they do not describe the state.
     """
     with (
         GenerationReader(saved) as generation,
@@ -116,10 +115,11 @@ def export_dcp(
             name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
             for name, tensor in generation.manifest.tensors.items()
         }
-        # One file a tensor: torch's writer keeps all that goes into a file in memory until it is written.
+        # One file a tensor: torch's writer keeps all contents of a file in memory until it is written.
         writer = FileSystemWriter(aside, single_file_per_rank=False, thread_count=1, sync_files=True)
         try:
-            with _without_torch_warnings():
+            # Torch warns of saving in a single process, which is intended here.
+            with warnings.catch_warnings(action="ignore"):
                 dcp_save(
                     state, storage_writer=writer, planner=_LazySavePlanner(generation, progress), no_dist=True
                 )
@@ -128,9 +128,11 @@ def export_dcp(
             if isinstance(cause, OSError | SiteError):
                 raise cause from None
             raise
-        note = {"step": saved.step, "position": saved.position, "world_size": saved.world_size}
-        origin = {"run": run.id, "generation": saved.generation, "structure": saved.structure}
-        write_json(aside / EXPORT_NOTE_FILE, {"schema_version": 1, **note, **origin})
+        note = {
+            name: getattr(saved, name)
+            for name in ("step", "position", "world_size", "generation", "structure")
+        }
+        write_json(aside / EXPORT_NOTE_FILE, {"schema_version": 1, "run": run.id, **note})
         if not run.spec.exists():  # a script's saves
             return []
         text, left_out = render_portable_job(run.spec)
@@ -139,14 +141,14 @@ def export_dcp(
 
 
 class _LazySavePlanner(DefaultSavePlanner):
-    """Knows the shapes of all tensors, and reads each when its turn has come."""
+    """Reads each tensor only when torch writes it."""
 
     def __init__(self, generation: GenerationReader, progress: _Progress) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._generation, self._progress = generation, progress
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """A whole tensor, proved."""
+        """Read a whole tensor and verify it."""
         assert write_item.tensor_data is not None
         tensor = torch.empty(write_item.tensor_data.size, dtype=write_item.tensor_data.properties.dtype)
         fill_from_chunks(self._generation, {write_item.index.fqn: tensor})
@@ -157,32 +159,18 @@ class _LazySavePlanner(DefaultSavePlanner):
 def _read_tensors(
     saved: SavedCheckpoint, shapes: dict[str, tuple[int, ...]], progress: _Progress
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a save in turn, whole and proved; UsageError where it has another model than expected."""
+    """Yield the verified tensors of a save; UsageError where it holds another model."""
     with GenerationReader(saved) as generation:
         stored = generation.manifest.tensors
-        _check_shapes(saved, shapes, {name: tensor.shape for name, tensor in stored.items()})
+        wrong = next((n for n in shapes if n not in stored or stored[n].shape != shapes[n]), None)
+        if wrong is not None:
+            shape = list(stored[wrong].shape) if wrong in stored else "nothing"
+            raise UsageError(
+                f"{saved.path}: has {shape} of {wrong}, but the run's spec.yaml says {list(shapes[wrong])};"
+                " was it changed after the save?"
+            )
         for name in shapes:
             tensor = torch.empty(stored[name].shape, dtype=getattr(torch, stored[name].dtype))
             fill_from_chunks(generation, {name: tensor})
             progress(tensor.nbytes)
             yield name, tensor
-
-
-def _check_shapes(
-    saved: SavedCheckpoint, wanted: dict[str, tuple[int, ...]], stored: dict[str, tuple[int, ...]]
-) -> None:
-    wrong = next((name for name in wanted if stored.get(name) != wanted[name]), None)
-    if wrong is not None:
-        found = list(stored[wrong]) if wrong in stored else "nothing"
-        raise UsageError(
-            f"{saved.path}: has {found} of {wrong}, but the run's spec.yaml says {list(wanted[wrong])};"
-            " was it changed after the save?"
-        )
-
-
-@contextmanager
-def _without_torch_warnings() -> Iterator[None]:
-    """Torch warns of saving in a single process, which is what is wanted."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

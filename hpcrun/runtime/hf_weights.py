@@ -1,4 +1,4 @@
-"""Weights in Hugging Face's layout: safetensors, one file or shards with an index, beside a config.json."""
+"""Reads and writes weights in Hugging Face's layout: safetensors in one file or shards, and a config.json."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from hpcrun.specs.tensor_files import FLOAT_DTYPES, StoredTensor
 
 _STORED_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 _ROWS = 4096
-"""Of two matrices that are compared at a time."""
+"""Rows of two matrices that are compared at a time."""
 _ENTRY_BYTES = 192
 """Most that the header of a safetensors file needs for one tensor of ours; a multiple of 8."""
 
 
 @dataclass(frozen=True)
 class HFExportSummary:
-    """What else there is to say of an export."""
+    """What to report of an export besides its files."""
 
     carried: CarriedFiles
     notes: tuple[str, ...]
 
 
 class HFWeights:
-    """The tensors of a directory that save_pretrained or write_hf made, under our names, read on demand.
+    """The tensors of a directory made by save_pretrained or write_hf, under our names, read on demand.
 
-    UsageError says what is wrong with the directory, in the constructor as far as headers and index tell.
+    The constructor raises UsageError for what headers and index show to be wrong.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -61,16 +61,8 @@ class HFWeights:
         self.layout = read_hf_layout(self.directory)
         self._files: dict[Path, Any] = {}
 
-    def names(self) -> list[str]:
-        """All tensors, in our names."""
-        return list(self.layout.tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The whole tensor's shape."""
-        return self._stored(name).shape
-
     def read(self, name: str, slices: tuple[slice, ...] | None = None) -> Tensor:
-        """A tensor in the type it is stored in, or only the part of it that `slices` (of step 1) cut out."""
+        """Read a tensor in its stored type, or the part of it that `slices` (of step 1) select."""
         stored, file = self.layout.stored_names.get(name), self._open(self._stored(name).path)
         if slices is None:
             whole: Tensor = file.get_tensor(stored)
@@ -115,7 +107,7 @@ class HFWeights:
             raise UsageError(f"{self.directory}: does not fit the model: it {listed}; {remedy}")
 
     def notes(self, spec: ModelSpec) -> list[str]:
-        """What is worth a word and no reason to refuse: where config.json, tokenizer and tensors differ."""
+        """Return notes on where config.json, tokenizer and tensors differ, which is no reason to refuse."""
         notes = list(self.layout.notes)
         try:
             config = read_hf_config(self.directory)
@@ -163,22 +155,21 @@ def write_hf(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
     directory: Path | str,
-    dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
     *,
     base: HfBaseModel | None = None,
 ) -> HFExportSummary:
     """Write config.json and the tensors, given whole and under our names, as save_pretrained would.
 
-    `dtype`: of all tensors; else each keeps its own. Beside them what `base` carries, and SHA256SUMS of all
-    files. At most one tensor is in memory at a time. The directory appears complete or not at all.
+    Adds the files that `base` carries, and SHA256SUMS of all files. At most one tensor is in memory at a
+    time. The directory appears complete or not at all.
     UsageError if it already holds something, SiteError if it cannot be written, ValueError for tensors of
     another model.
     """
     with atomic_directory(directory) as aside:
         carried = base.carry(aside) if base is not None else CarriedFiles()
         sizes = Counter[torch.dtype]()
-        stored = _tensors_to_store(spec, tensors, dtype, sizes)
+        stored = _tensors_to_store(spec, tensors, sizes)
         _write_tensors(aside, stored, max_shard_bytes, len(parameter_shapes(spec)))
         config, notes = make_export_config(spec, base, _one_dtype(sizes, base))
         _write_json(aside / HF_CONFIG_FILE, config)
@@ -188,7 +179,7 @@ def write_hf(
 
 
 def _one_dtype(sizes: Counter[torch.dtype], base: HfBaseModel | None) -> str:
-    """What config.json says of the type: of mixed ones what the base model says, or what holds all."""
+    """Return the type for config.json: of mixed ones the base model's, or one that holds all."""
     kinds = {str(dtype).removeprefix("torch.") for dtype in sizes}
     stated = configured_dtype(base.config) if base is not None and base.config is not None else None
     if stated in kinds:
@@ -205,10 +196,9 @@ def _summarise_items(what: str, items: list[str]) -> str:
 def _tensors_to_store(
     spec: ModelSpec,
     tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype | None,
     sizes: Counter[torch.dtype],
 ) -> Iterable[tuple[str, Tensor]]:
-    """The tensors as they go into the files, each of the model's exactly once."""
+    """Yield the tensors as they are written, each of the model's exactly once."""
     missing = parameter_shapes(spec)
     for name, tensor in tensors:
         if canonical_name(spec, name) != name:
@@ -216,9 +206,7 @@ def _tensors_to_store(
         if missing.pop(name, None) != tuple(tensor.shape):
             raise ValueError(f"{name} {tuple(tensor.shape)} is not a tensor of the model, or came twice")
         # a copy, because the caller may gather the next tensor in the same memory
-        copy = tensor.detach().to(
-            "cpu", dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format
-        )
+        copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         sizes[copy.dtype] += copy.nbytes
         yield name if name == "lm_head.weight" else f"model.{name}", copy
     if missing:
@@ -226,12 +214,12 @@ def _tensors_to_store(
 
 
 class _Shard:
-    """A safetensors file that grows tensor by tensor; what it holds is written at its beginning, last."""
+    """A safetensors file that grows tensor by tensor; its header is written last."""
 
     def __init__(self, path: Path, most: int) -> None:
         self.path, self.size_bytes = path, 0
         self.entries: dict[str, Any] = {}
-        # Room for so many entries; the format allows for spaces after them.
+        # The header has room for `most` entries; the format allows trailing spaces.
         self._header_bytes = 64 + most * _ENTRY_BYTES
         self._file = path.open("wb")
         self._file.seek(8 + self._header_bytes)
@@ -248,7 +236,7 @@ class _Shard:
         self.size_bytes += tensor.nbytes
 
     def finish(self) -> None:
-        """Write the beginning."""
+        """Write the header."""
         header = json.dumps(
             {"__metadata__": {"format": "pt"}, **self.entries}, separators=(",", ":")
         ).encode()
@@ -295,7 +283,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _finish(directory: Path) -> None:
-    """Give all files the mode that the umask asks for, which save_file does not, and make them durable."""
+    """Give all files the mode of the umask, which save_file does not, and sync them."""
     mode = (directory / "config.json").stat().st_mode & 0o777
     for path in directory.iterdir():
         path.chmod(mode)

@@ -1,4 +1,4 @@
-"""States from elsewhere as a committed generation of a run, so that training goes on from them."""
+"""Imports states of other formats or runs as a committed generation, from which training resumes."""
 
 from __future__ import annotations
 
@@ -44,19 +44,20 @@ from hpcrun.specs.hf_directory import (
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.saves import (
     COMMIT_RECORD,
+    MAX_COUNT,
     SavedCheckpoint,
     UnreadableCheckpoint,
     read_saved_checkpoint,
 )
 from hpcrun.specs.sha256sums import check_sha256sums
+from hpcrun.typed_json import WrongValue, parse_typed
 
 _Progress = Callable[[int], None]
 _MAX_RANKS = 1 << 20
-"""No world was larger."""
 
 
 def detect_source_format(source: Path) -> str:
-    """`hpcrun`, `dcp` or `hf`, by the files in a directory; UsageError for anything else."""
+    """Return `hpcrun`, `dcp` or `hf`, by the files in a directory; UsageError for anything else."""
     if not source.is_dir():
         raise UsageError(
             f"{source}: is no directory; give one that `ckpt export`, torch or transformers made"
@@ -72,8 +73,7 @@ def detect_source_format(source: Path) -> str:
         raise UsageError(f"{source}: has no safetensors; {conversion_advice(source)}")
     raise UsageError(
         f"{source}: is nothing that can be imported; known by {COMMIT_RECORD} (hpcrun), {METADATA_FILE}"
-        " (torch's"
-        f" distributed checkpoint), {SAFETENSORS_FILE} or {SAFETENSORS_INDEX_FILE} (Hugging Face)"
+        f" (torch's distributed checkpoint), {SAFETENSORS_FILE} or {SAFETENSORS_INDEX_FILE} (Hugging Face)"
     )
 
 
@@ -84,7 +84,7 @@ def import_hpcrun(
     step: int | None,
     progress: _Progress = lambda _size: None,
 ) -> ImportSummary:
-    """A copy of a committed generation, every byte of which is proved; without a job, of any state."""
+    """Copy a committed generation and verify every byte; without a job any state is accepted."""
     saved = read_saved_checkpoint(source)
     if isinstance(saved, UnreadableCheckpoint):
         raise UsageError(f"{source}: is damaged: {saved.problem}; import another copy")
@@ -108,29 +108,28 @@ def import_dcp(
     step: int | None,
     progress: _Progress = lambda _size: None,
 ) -> ImportSummary:
-    """A state that torch's distributed checkpoint holds under the names of ours (model., optimizer.)."""
+    """Import a state that torch's distributed checkpoint holds under our names (model., optimizer.)."""
     check_sha256sums(source)
-    found, note = TorchCheckpoint(source), _read_export_note(source)
-    told = note.step if note else None
-    if told is None and step is None:
+    checkpoint, note = TorchCheckpoint(source), _read_export_note(source)
+    if note is not None and step not in (None, note.step):
+        raise UsageError(f"--step {step}: {source} is of step {note.step}; leave --step out")
+    number = step if note is None else note.step
+    if number is None:
         raise UsageError(f"{source}: does not say of which step it is; give --step N")
-    if told is not None and step not in (None, told):
-        raise UsageError(f"--step {step}: {source} is of step {told}; leave --step out")
-    number = step if told is None else told
-    assert number is not None
-    if found.others:
-        raise UsageError(f"{source}: also holds {found.others[0]}, which is no tensor; save it without")
-    shapes = found.shapes()
-    needed = sum(math.prod(shape) * found.dtype(name).itemsize for name, shape in shapes.items())
+    if checkpoint.others:
+        raise UsageError(f"{source}: also holds {checkpoint.others[0]}, which is no tensor; save it without")
+    shapes = checkpoint.shapes()
+    needed = sum(math.prod(shape) * checkpoint.dtype(name).itemsize for name, shape in shapes.items())
     if needed > sum(path.stat().st_size for path in source.iterdir()):
         raise SiteError(f"{source}: is damaged: its tensors take more than its files hold")
-    _check_state(source, job, shapes, lambda name: str(found.dtype(name)).removeprefix("torch."))
-    world = note.world_size if note else 1
+    _check_state(source, job, shapes, lambda name: str(checkpoint.dtype(name)).removeprefix("torch."))
     if note is None:
+        if job.train.gbs is None:
+            raise UsageError("train.gbs: is not known, nor how many samples were consumed; set it in the job")
+        note = _ExportNote(number, number * job.train.gbs, 1)
         # Random state belongs to a world of known size; without it a run begins with that of its seed.
         shapes = {name: shape for name, shape in shapes.items() if not name.startswith("rng.")}
-    position = note.position if note else _position_of_step(job, number)
-    state = _ImportedState(number, position, world, shapes, found.dtype, found.read)
+    state = _ImportedState(number, note.position, note.world_size, shapes, checkpoint.dtype, checkpoint.read)
     with copy_base_model(source, checkpoints.parent):
         return ImportSummary(_write_state(state, checkpoints, progress))
 
@@ -143,21 +142,21 @@ def import_hf(
     progress: _Progress = lambda _size: None,
     dtype: str | None = None,
 ) -> ImportSummary:
-    """Weights alone, as the state before the first step: what `model.weights` would make of them.
+    """Import weights alone as the state before the first step, as `model.weights` would load them.
 
-    `dtype`: the type that training keeps them in, given to allow that values are rounded in it.
+    `dtype`: the type that training keeps them in; giving it allows values to be rounded.
     """
     if step not in (None, 0):
         raise UsageError(
             f"--step {step}: {source} holds weights alone, and no step but 0 begins without moments; leave"
             " --step out"
         )
-    model, kept = job.model, _kept_dtype(job)
+    model, kept = job.model, EXPORT_DTYPES[job.train.kept_dtype]
     assert model is not None
-    name_kept = job.train.kept_dtype
-    if dtype not in (None, name_kept):
+    if dtype not in (None, job.train.kept_dtype):
         raise UsageError(
-            f"--dtype {dtype}: a run of this job keeps weights in {name_kept} (train.precision); use that"
+            f"--dtype {dtype}: a run of this job keeps weights in {job.train.kept_dtype} (train.precision);"
+            " use that"
         )
     hashed = check_sha256sums(source)
     weights, casts = HFWeights(source), DtypeCaster("--dtype", may_round=dtype is not None)
@@ -178,19 +177,19 @@ def import_hf(
 
 @dataclass(frozen=True)
 class ImportSummary:
-    """A state that has become a save, and what there is to say of it."""
+    """The save made of a state, and what to report of it."""
 
     saved: SavedCheckpoint
     casts: tuple[CastSummary, ...] = ()
     carried: CarriedFiles | None = None
     notes: tuple[str, ...] = ()
     is_hashed: bool = True
-    """Its files held against hashes that came with them."""
+    """Whether its files were compared with hashes that came with them."""
 
 
 @dataclass(frozen=True)
 class _ImportedState:
-    """What is to be written, a tensor at a time."""
+    """A state to be written, one tensor at a time."""
 
     step: int
     position: int
@@ -202,7 +201,7 @@ class _ImportedState:
 
 @dataclass(frozen=True)
 class _ExportNote:
-    """What an export of ours says beside torch's files."""
+    """What an export of ours says beside torch's files; other fields are ignored."""
 
     step: int
     position: int
@@ -210,41 +209,27 @@ class _ExportNote:
 
 
 def _read_export_note(source: Path) -> _ExportNote | None:
+    path = source / EXPORT_NOTE_FILE
     try:
-        told = json.loads((source / EXPORT_NOTE_FILE).read_text(encoding="utf-8"))
-        fields = [told[name] for name in ("step", "position", "world_size")]
+        note = parse_typed(_ExportNote, json.loads(path.read_text(encoding="utf-8")), allow_extra=True)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}; export again, or remove it") from None
+    except WrongValue as error:
         raise UsageError(
-            f"{source / EXPORT_NOTE_FILE}: cannot be read: {error}; export again, or remove it"
+            f"{path}: makes no sense: {error}; export again, or remove it and give --step"
         ) from None
-    bounds = ((0, 1 << 62), (0, 1 << 62), (1, _MAX_RANKS))
-    if not all(
-        type(one) is int and least <= one <= most for one, (least, most) in zip(fields, bounds, strict=True)
-    ):
-        raise UsageError(
-            f"{source / EXPORT_NOTE_FILE}: makes no sense; export again, or remove it and give --step"
-        )
-    return _ExportNote(*fields)
-
-
-def _position_of_step(job: JobSpec, step: int) -> int:
-    """The samples that a run of the job has consumed after so many steps."""
-    if job.train.gbs is None:
-        raise UsageError("train.gbs: is not known, nor how many samples were consumed; set it in the job")
-    return step * job.train.gbs
-
-
-def _kept_dtype(job: JobSpec) -> torch.dtype:
-    """The type that weights and moments of a job are kept in."""
-    return EXPORT_DTYPES[job.train.kept_dtype]
+    counts = (note.step, note.position)
+    if not all(0 <= count < MAX_COUNT for count in counts) or not 1 <= note.world_size <= _MAX_RANKS:
+        raise UsageError(f"{path}: makes no sense; export again, or remove it and give --step")
+    return note
 
 
 def _check_state(
     source: Path, job: JobSpec, shapes: dict[str, tuple[int, ...]], dtype_of: Callable[[str], str]
 ) -> None:
-    """UsageError unless a state is just the job's: no tensor more or less, each in shape and type."""
+    """UsageError unless a state holds just the job's tensors, each in its shape and type."""
     model = job.model
     if model is None:
         raise UsageError("the job is a command and no model of ours; there is nothing to import into it")
@@ -252,18 +237,18 @@ def _check_state(
     for name in shapes.keys() - there.keys():
         if dtype_of(name) != "uint8" or len(shapes[name]) != 1:
             raise UsageError(f"{source}: {name} is no random state; export or save it again")
-    expected, wanted = state_shapes(model), job.train.kept_dtype
+    expected, dtype = state_shapes(model), job.train.kept_dtype
     for complaint, names in (
         ("lacks", [name for name in expected if name not in there]),
         ("also holds", [name for name in there if name not in expected]),
         ("has another shape of", [n for n in expected if n in there and there[n] != expected[n]]),
-        ("has another type of", [name for name in there if dtype_of(name) != wanted]),
+        ("has another type of", [name for name in there if dtype_of(name) != dtype]),
     ):
         if not names:
             continue
         first, more = names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""
         what = f": {list(there[first])} instead of {list(expected[first])}" if "shape" in complaint else ""
-        what = f": {dtype_of(first)} instead of {wanted}" if "type" in complaint else what
+        what = f": {dtype_of(first)} instead of {dtype}" if "type" in complaint else what
         raise UsageError(f"{source}: {complaint} {first}{more}{what}; import a state of this job's model")
 
 
@@ -300,14 +285,14 @@ def _write_state(state: _ImportedState, checkpoints: Path, progress: _Progress) 
 
 
 def _pieces(state: _ImportedState, name: str) -> Iterator[ChunkSpec]:
-    """A tensor as chunks that a reader can prove one by one."""
+    """Cut a tensor into chunks that a reader can verify one by one."""
     shape, dtype = state.shapes[name], str(state.dtype(name)).removeprefix("torch.")
     for box in split_slice(shape, ITEM_BYTES[dtype], CHUNK_BYTES):
         yield ChunkSpec(name, dtype, shape, box.offsets, box.sizes)
 
 
 def _contents(state: _ImportedState, names: list[str], progress: _Progress) -> Iterator[memoryview]:
-    """The bytes of the pieces in turn, one tensor in memory at a time."""
+    """Yield the bytes of the pieces, with one tensor in memory at a time."""
     for name in names:
         tensor = state.read(name)
         for piece in _pieces(state, name):

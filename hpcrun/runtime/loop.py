@@ -18,7 +18,7 @@ from hpcrun.formulas import train_flops_per_token
 from hpcrun.launch.watch.progress import progress
 from hpcrun.runtime.async_checkpoint import AsyncCheckpointer
 from hpcrun.runtime.control import Control
-from hpcrun.runtime.data_loader import Batch, Batches, TokenSource, eval_batches, eval_steps
+from hpcrun.runtime.data_loader import Batches, TokenSource, eval_batches
 from hpcrun.runtime.device import Device
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.runtime.initial_weights import adopt_initial_weights
@@ -296,14 +296,22 @@ class Trainer:
         rounds = min(available, wanted or available) // plan.gbs
         if rounds == 0:
             return None, 0
-        batches = self._eval_batches(rounds * plan.gbs, model.vocab)
+        batches = eval_batches(
+            self._source,
+            gbs=plan.gbs,
+            mbs=plan.mbs,
+            rounds=plan.grad_accum,
+            dp_rank=self._model.mesh.dp_rank,
+            dp_size=plan.degrees.dp,
+            sequences=rounds * plan.gbs,
+            vocab=model.vocab,
+        )
         progress(step, "eval")
         begin = time.perf_counter()
-        shape = (plan.grad_accum, plan.mbs, plan.seq_len)
         shares, asked = list[Tensor](), 0
         for inputs, targets in batches:
             answer = self._control.start_agreeing(self._asked())
-            shares.append(self._model.evaluate(inputs.view(shape), targets.view(shape)))
+            shares.append(self._model.evaluate(inputs, targets))
             asked |= answer()
             if asked & _STOP:
                 return None, asked
@@ -314,11 +322,3 @@ class Trainer:
         finite_loss = loss if math.isfinite(loss) else None
         self._write(EvalMetric(step, finite_loss, rounds * plan.gbs, seconds))
         return loss, asked
-
-    def _eval_batches(self, sequences: int, vocab: int) -> Iterator[Batch]:
-        plan, rank = self._plan, self._model.mesh.dp_rank
-        at: dict[str, int] = {"dp_rank": rank, "dp_size": plan.degrees.dp, "sequences": sequences}
-        if plan.is_uneven:
-            share: dict[str, int] = {"gbs": plan.gbs, "mbs": plan.mbs, "rounds": plan.grad_accum}
-            return eval_steps(self._source, **share, **at, vocab=vocab)
-        return eval_batches(self._source, mbs=plan.mbs * plan.grad_accum, **at, vocab=vocab)

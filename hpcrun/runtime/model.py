@@ -239,10 +239,8 @@ def initial_value(
     seed: int,
     *,
     rows: slice | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """A parameter's first values, the same for every layout, device and precision (but for its rounding).
+    """Return a parameter's first values, float32 on the CPU, the same for every layout.
 
     `shape` is the whole parameter's, `rows` the part of its first dimension that is wanted. Norms are 1;
     matrices normal with init_std, and those that write to the residual stream with
@@ -250,7 +248,7 @@ def initial_value(
     """
     begin, end, _ = (rows or slice(None)).indices(shape[0])
     if name.endswith("norm.weight"):
-        return torch.ones((end - begin, *shape[1:]), device=device, dtype=dtype)
+        return torch.ones((end - begin, *shape[1:]), dtype=torch.float32)
     name = canonical_name(spec, name)
     residual = name.endswith(("o_proj.weight", "down_proj.weight"))
     std = spec.init_std / math.sqrt(2 * spec.layers) if residual else spec.init_std
@@ -264,7 +262,7 @@ def initial_value(
         drawn = torch.empty((bottom - top, *shape[1:]), device="cpu").normal_(0.0, std, generator=generator)
         first, last = max(top, begin), min(bottom, end)
         value[first - begin : last - begin] = drawn[first - top : last - top]
-    return value.to(device=device, dtype=dtype)
+    return value
 
 
 def initialise_parameters(module: Decoder, spec: ModelSpec, seed: int) -> None:

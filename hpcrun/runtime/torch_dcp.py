@@ -1,7 +1,7 @@
-"""Torch's distributed checkpoints from elsewhere: read without running what stands in them.
+"""Reads torch's distributed checkpoints without running code in them.
 
-Their list of tensors is a pickle. Only the classes that torch's writer puts there are made; any other name in
-it is refused, and so are files that somebody else could have written.
+Their list of tensors is a pickle. Only the classes that torch's writer uses are instantiated; any other name
+in it is refused, and so are files that another user could have written.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _READ_ERRORS = (
     OSError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError,
     MemoryError, OverflowError, NotImplementedError, RuntimeError
 )  # fmt: skip
-"""What a pickle may raise that is cut short or garbled."""
+"""What a truncated or garbled pickle may raise."""
 _ALLOWED_CLASSES = {
     **{
         (metadata.__name__, name): getattr(metadata, name)
@@ -96,8 +96,7 @@ class TorchCheckpoint(FileSystemReader):
             if index.fqn == name:
                 _check_piece(self.directory / info.relative_path, name, info.offset, info.length)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 dcp_load({name: tensor}, storage_reader=self, no_dist=True)
         except CheckpointException as error:
             cause = str(next(iter(error.failures.values()))[0]).splitlines() or [""]
@@ -136,7 +135,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
 
 
 def _enum_member(owner: Any, name: str) -> Any:
-    """What a pickle of a member of an enumeration asks for; nothing else has attributes here."""
+    """Serve as getattr for members of an enumeration; nothing else needs it."""
     if owner is metadata._MEM_FORMAT_ENCODING and name in owner.__members__:
         return owner[name]
     raise _UnexpectedPickleError("it looks into an object, which a list of tensors does not do")
@@ -145,45 +144,45 @@ def _enum_member(owner: Any, name: str) -> Any:
 def _read_metadata(path: Path) -> Metadata:
     try:
         with os.fdopen(open_regular(path), "rb") as file, _unchanged_classes():
-            found = _RestrictedUnpickler(file).load()
+            listing = _RestrictedUnpickler(file).load()
     except _UnexpectedPickleError as error:
         raise UsageError(f"{path}: is refused: {error}; import only what torch itself has written") from None
     except (*_READ_ERRORS, pickle.UnpicklingError) as error:
         raise SiteError(f"{path}: is damaged: {' '.join(str(error).split())}") from None
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+    if not isinstance(listing, Metadata) or not isinstance(listing.storage_data, dict):
         raise SiteError(f"{path}: is damaged: it is no list of tensors")
-    _check_metadata_types(path, found)
-    for info in found.storage_data.values():
+    _check_metadata_types(path, listing)
+    for info in listing.storage_data.values():
         if not is_plain_name(info.relative_path):
             raise UsageError(f"{path}: names {info.relative_path!r}, outside its directory; do not use it")
         if getattr(info, "transform_descriptors", None):
             raise UsageError(f"{path}: its files are compressed, which is not read; save it uncompressed")
-    return found
+    return listing
 
 
 @contextmanager
 def _unchanged_classes() -> Iterator[None]:
-    """A pickle may set attributes of what it names, torch's classes too; it is refused, they are put back."""
-    owners = [one for one in dict.fromkeys(_ALLOWED_CLASSES.values()) if hasattr(one, "__dict__")]
+    """Undo and refuse changes to the classes that a pickle names, whose attributes it could set."""
+    owners = [owner for owner in dict.fromkeys(_ALLOWED_CLASSES.values()) if hasattr(owner, "__dict__")]
     before = [(owner, dict(vars(owner))) for owner in owners]
     try:
         yield
     finally:
         changed = False
-        for owner, known in before:
+        for owner, attributes in before:
             now = dict(vars(owner))
-            for name in now.keys() - known.keys():
+            for name in now.keys() - attributes.keys():
                 delattr(owner, name)
                 changed = True
-            for name in [one for one in known if now.get(one) is not known[one]]:
-                setattr(owner, name, known[name])
+            for name in [name for name in attributes if now.get(name) is not attributes[name]]:
+                setattr(owner, name, attributes[name])
                 changed = True
     if changed:
         raise _UnexpectedPickleError("it changes a class, which a list of tensors does not do")
 
 
-def _check_metadata_types(path: Path, found: Metadata) -> None:
-    """SiteError unless names, sizes and places are of the kinds that torch writes."""
+def _check_metadata_types(path: Path, listing: Metadata) -> None:
+    """SiteError unless names, sizes and places have the types that torch writes."""
 
     def is_count(value: Any) -> bool:
         return type(value) is int and 0 <= value < 1 << 62
@@ -195,8 +194,8 @@ def _check_metadata_types(path: Path, found: Metadata) -> None:
         return isinstance(name, str) and all(map(is_count, entry.size)) and isinstance(dtype, torch.dtype)
 
     try:
-        entries = found.state_dict_metadata.items()
-        places = found.storage_data.items()
+        entries = listing.state_dict_metadata.items()
+        places = listing.storage_data.items()
         is_whole = all(is_sound(name, entry) for name, entry in entries) and all(
             isinstance(index.fqn, str)
             and isinstance(info.relative_path, str)
@@ -211,7 +210,7 @@ def _check_metadata_types(path: Path, found: Metadata) -> None:
 
 
 def _check_piece(path: Path, name: str, offset: int, length: int) -> None:
-    """A piece is a zip archive with a checksum for each of its members."""
+    """Verify the checksums of a piece, which is a zip archive."""
     try:
         with path.open("rb") as file, zipfile.ZipFile(_FileSlice(file, offset, length)) as archive:
             for member in archive.infolist():
@@ -219,13 +218,13 @@ def _check_piece(path: Path, name: str, offset: int, length: int) -> None:
                     continue  # empty, or its writer was told to leave the checksum out
                 with archive.open(member) as content:
                     while content.read(_BLOCK):
-                        pass  # the last reading compares the checksum
+                        pass  # the last read compares the checksum
     except (OSError, EOFError, zipfile.BadZipFile, NotImplementedError) as error:
         raise SiteError(f"{path} at {offset}: {name}: is damaged: {error}") from None
 
 
 class _FileSlice(io.RawIOBase):
-    """A stretch of a file as a file of its own."""
+    """A range of a file, as a file object."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         super().__init__()

@@ -154,7 +154,9 @@ def test_held_out_tokens_are_never_trained_on(tmp_path: Path, holdout: float) ->
                 trained.update(part.flatten().tolist())
     evaluated = {
         token
-        for batch in eval_batches(source, mbs=1, dp_rank=0, dp_size=1)
+        for batch in eval_batches(
+            source, gbs=1, mbs=1, rounds=1, dp_rank=0, dp_size=1, sequences=source.corpus.eval_sequences
+        )
         for part in batch
         for token in part.flatten().tolist()
     }
@@ -165,25 +167,14 @@ def test_held_out_tokens_are_never_trained_on(tmp_path: Path, holdout: float) ->
 def test_eval_gives_every_rank_as_many_and_none_twice(tmp_path: Path) -> None:
     source = counting_source(tmp_path, 1000, holdout=0.05)
     assert source.corpus.eval_sequences == 48
-    alone = [ids(inputs) for inputs, _ in eval_batches(source, mbs=2, dp_rank=0, dp_size=1)]
-    ranks = [
-        [ids(inputs) for inputs, _ in eval_batches(source, mbs=2, dp_rank=rank, dp_size=5)]
-        for rank in range(5)
-    ]
+    shape = {"gbs": 10, "mbs": 2, "sequences": 40}
+    alone = [list(eval_batches(source, dp_rank=0, dp_size=1, rounds=5, **shape))]
+    ranks = [list(eval_batches(source, dp_rank=rank, dp_size=5, rounds=1, **shape)) for rank in range(5)]
     assert [len(rank) for rank in ranks] == [4] * 5
-    together = sorted(sequence for rank in ranks for batch in rank for sequence in batch)
-    assert together == sorted(chain(*alone))[:40]
-    few = [ids(inputs) for inputs, _ in eval_batches(source, mbs=2, dp_rank=0, dp_size=1, sequences=8)]
-    assert len(few) == 4
-    assert max(chain(*few)) > 750
-
-
-def test_too_few_held_out_sequences_are_told_at_once(tmp_path: Path) -> None:
-    source = counting_source(tmp_path, 100, holdout=0.03)
-    with pytest.raises(UsageError, match="at least mbs 4 × dp 2 = 8 sequences, 3 are held out"):
-        eval_batches(source, mbs=4, dp_rank=0, dp_size=2)
-    with pytest.raises(UsageError, match="at least mbs 2 × dp 1 = 2 sequences, 1 were asked for"):
-        eval_batches(source, mbs=2, dp_rank=0, dp_size=1, sequences=1)
+    sequences = [sorted(i for rank in world for x, _ in rank for i in ids(x)) for world in (alone, ranks)]
+    assert sequences[0] == sequences[1]
+    assert len(set(sequences[0])) == 40
+    assert max(sequences[0]) > 750
 
 
 def test_text_is_read_with_its_separators(tmp_path: Path) -> None:
@@ -222,7 +213,7 @@ def test_an_id_beyond_the_vocab_names_file_place_and_id_every_time(tmp_path: Pat
                 next(batches)
         assert batches.position == 2
     with pytest.raises(UsageError, match="the model's vocab is 11"):
-        list(eval_batches(source, mbs=1, dp_rank=0, dp_size=1, vocab=11))
+        list(eval_batches(source, gbs=1, mbs=1, rounds=1, dp_rank=0, dp_size=1, sequences=1, vocab=11))
     (tmp_path / "a.txt").write_bytes(b"aaaa")
     (tmp_path / "b.txt").write_bytes(b"aa\xc8aaa")
     spec = DataSpec(text=str(tmp_path), pattern="*.txt", seq_len=10, holdout=0.0)

@@ -54,7 +54,7 @@ def load(weights: HFWeights, spec: ModelSpec) -> Decoder:
 
 
 def save(directory: Path, spec: ModelSpec = PLAIN, **options: Any) -> Path:
-    write_hf(spec, build(spec).state_dict().items(), directory, torch.float32, **options)
+    write_hf(spec, build(spec).state_dict().items(), directory, **options)
     return directory
 
 
@@ -98,13 +98,14 @@ def test_we_compute_the_same_from_what_transformers_writes(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_was_written_reads_back(tmp_path: Path, dtype: torch.dtype, shard_bytes: int) -> None:
     decoder = build(PLAIN)
-    write_hf(PLAIN, decoder.state_dict().items(), tmp_path / "a" / "b", dtype, max_shard_bytes=shard_bytes)
+    tensors = ((name, tensor.to(dtype)) for name, tensor in decoder.state_dict().items())
+    write_hf(PLAIN, tensors, tmp_path / "a" / "b", max_shard_bytes=shard_bytes)
     weights = HFWeights(tmp_path / "a" / "b")
     weights.check(PLAIN)
     expected = dict(decoder.named_parameters())
-    assert sorted(weights.names()) == sorted(expected)
+    assert sorted(weights.layout.tensors) == sorted(expected)
     for name, parameter in expected.items():
-        assert weights.shape(name) == tuple(parameter.shape)
+        assert weights.layout.tensors[name].shape == tuple(parameter.shape)
         assert torch.equal(weights.read(name), parameter.to(dtype)), name
         rows = (slice(3, 9),)
         assert torch.equal(weights.read(name, rows), parameter[3:9].to(dtype)), name
@@ -146,7 +147,7 @@ def test_one_memory_may_carry_all_tensors_in_turn(tmp_path: Path) -> None:
         for name, parameter in expected.items():
             yield name, buffer[: parameter.numel()].view(parameter.shape).copy_(parameter.detach())
 
-    write_hf(PLAIN, gather(), tmp_path / "m", torch.float32)
+    write_hf(PLAIN, gather(), tmp_path / "m")
     weights = HFWeights(tmp_path / "m")
     assert all(torch.equal(weights.read(name), parameter) for name, parameter in expected.items())
 
@@ -173,18 +174,18 @@ def test_tensors_that_stop_coming_leave_nothing_behind(tmp_path: Path) -> None:
         raise RuntimeError("rank 3 died")
 
     with pytest.raises(RuntimeError, match="rank 3 died"):
-        write_hf(PLAIN, broken(), tmp_path / "m", torch.float32)
+        write_hf(PLAIN, broken(), tmp_path / "m")
     with pytest.raises(ValueError, match=r"were not given: embed_tokens\.weight"):
-        write_hf(PLAIN, [("norm.weight", torch.ones(32))], tmp_path / "m", torch.float32)
+        write_hf(PLAIN, [("norm.weight", torch.ones(32))], tmp_path / "m")
     with pytest.raises(ValueError, match="came twice"):
-        write_hf(PLAIN, [("norm.weight", torch.ones(32))] * 2, tmp_path / "m", torch.float32)
+        write_hf(PLAIN, [("norm.weight", torch.ones(32))] * 2, tmp_path / "m")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_tied_head_is_neither_written_nor_required_but_accepted(tmp_path: Path) -> None:
     spec = SPECS["tied"]
     weights = HFWeights(save(tmp_path / "m", spec))
-    assert "lm_head.weight" not in weights.names()
+    assert "lm_head.weight" not in list(weights.layout.tensors)
     weights.check(spec)
     with pytest.raises(UsageError, match=r"lacks lm_head\.weight;"):
         weights.check(PLAIN)

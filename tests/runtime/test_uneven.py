@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.runtime.data_loader import IGNORED_TARGET, Batches, TokenSource, eval_batches, eval_steps
+from hpcrun.runtime.data_loader import IGNORED_TARGET, Batches, TokenSource, eval_batches
 from hpcrun.runtime.optimizer import learning_rate_of_step
 from hpcrun.specs.load import parse_job
 from hpcrun.specs.metrics import EvalMetric, Metric, MetricRecord, StepMetric, newest_steps, read_metrics
@@ -82,9 +82,9 @@ def test_microbatches_differ_by_one_at_most(tmp_path: Path) -> None:
 
 def test_held_out_sequences_are_the_same_for_any_number_of_replicas(tmp_path: Path) -> None:
     source = counting_source(tmp_path, 200, holdout=0.3)
-    whole = [ids(x) for x, _ in eval_batches(source, mbs=16, dp_rank=0, dp_size=1, sequences=32)]
-    options = {"gbs": 16, "mbs": 2, "rounds": 3, "dp_size": 3, "sequences": 32}
-    parts = [list(eval_steps(source, dp_rank=rank, **options)) for rank in range(3)]
+    options = {"gbs": 16, "mbs": 2, "sequences": 32}
+    whole = [ids(x) for x, _ in eval_batches(source, rounds=8, dp_rank=0, dp_size=1, **options)]
+    parts = [list(eval_batches(source, rounds=3, dp_rank=rank, dp_size=3, **options)) for rank in range(3)]
     for step, expected in enumerate(whole):
         real = [
             (x.reshape(-1, S), (y != IGNORED_TARGET).all(-1).flatten())
