@@ -1,4 +1,4 @@
-"""`hpcrun.Checkpointer`: saves for anybody's training script, under whatever has started it.
+"""`hpcrun.Checkpointer`: saves and loads the state of any training script, under any launcher.
 
     with hpcrun.Checkpointer("runs/mine") as saves:
         state = {"model": model, "optimizer": optimizer, "epoch": 0}
@@ -11,8 +11,8 @@
                 break
     sys.exit(75 if stops else 0)
 
-Saves go to the memory of the node and from there, beside training, to the node's disk, to DIRECTORY and to an
-object store. All ranks call each method alike; what one of them raises there all raise, with its words.
+A save goes to the memory of the node and from there, while training continues, to the node's disk, to the
+directory and to an object store. All ranks call each method alike; an error of one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from typing import Any, SupportsIndex
 
 import torch
 
-from hpcrun.runtime import direct_checkpoint
 from hpcrun.runtime.async_checkpoint import AsyncCheckpointer
 from hpcrun.runtime.collective_verbs import (
     add_partial_load_warning,
@@ -36,6 +35,7 @@ from hpcrun.runtime.collective_verbs import (
     leave_collectives,
 )
 from hpcrun.runtime.connect import open_control
+from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.runtime.quiet_exit import await_idle_threads_at_exit
 from hpcrun.runtime.random_state import rng_state, set_rng_state
 from hpcrun.runtime.restore import restore_from_plan
@@ -62,7 +62,12 @@ from hpcrun.specs.metrics import (
 
 
 class Checkpointer:
-    """Saves and loads a state of all ranks together."""
+    """Saves and loads the state of a training script, all ranks together.
+
+    Use it as a context manager, or call `close` at the end. All ranks call each method alike. Arguments and
+    directories that are wrong raise UsageError, missing or full storage SiteError, and an error of one rank
+    is raised on all others as RanksDiedError with that rank's message.
+    """
 
     _async_checkpointer: AsyncCheckpointer | None = None
     _is_closing = False
@@ -78,17 +83,24 @@ class Checkpointer:
         on_record: Callable[[dict[str, Any]], None] | None = None,
         **options: Any,
     ) -> None:
-        """`directory`: where saves go, in `checkpoints/` there; inside a run of hpcrun by default that run's.
+        """Open a directory for saves, on all ranks together.
 
-        Where there are saves, load() goes on from the newest, and a start that trains or saves without having
-        loaded is refused. Unless `start` is "new": load() gives None, and a line of saves of its own begins,
-        beside which the others stay until `hpcrun ckpt gc`; or "resume": it goes on from the newest by means
-        of its own. Only one world of ranks at a time may save in a directory.
+        Args:
+            directory: Saves go to `checkpoints/` in it. Inside a run of hpcrun the default is that run's
+                directory; elsewhere it is required. Only one world of ranks at a time may save in it.
+            start: What to do where the directory has saves. By default `load` continues from the newest, and
+                training or saving before `load` is refused. "new": `load` returns None and a new line of
+                saves begins; the others stay until `hpcrun ckpt gc`. "resume": saves continue from the newest
+                one, which the script restores by its own means.
+            memory: Slots for states in the node's memory, for each rank; 2 where neither this nor the run's
+                job says otherwise. With 0 every `save` returns only when it is stored.
+            on_record: Called on rank 0 with each record that a run's metrics.jsonl would get.
+            options: Keys of a job's `checkpoint` section: keep, keep_every, local, durable, object, behind.
+                Defaults are those of the run's own job.
 
-        The options are those of a job's `checkpoint` section: keep, keep_every, local, durable, object,
-        on_backlog; where nothing is given, that section of the run's own job holds. `memory`: slots a rank, 2
-        where neither says otherwise; 0: every save is written at once, and waited for. `on_record` is given
-        on rank 0 what a run's metrics.jsonl would get.
+        Raises:
+            UsageError: An option is wrong, or the directory cannot be used like this.
+            SiteError: Nothing can be saved there.
         """
         await_idle_threads_at_exit()
         self._control = begin_collective_init(open_control(os.environ))
@@ -100,9 +112,13 @@ class Checkpointer:
             await_earlier_workers(run, self._control)
         line = ScriptLineage(run, self._control, start=start, attempt=find_own_attempt(run, os.environ))
         self._line, attempt = line, line.found.attempt
-        keep: dict[str, int] = {"keep": self._spec.keep, "keep_every": self._spec.keep_every}
-        self._direct = direct_checkpoint.DirectCheckpointer(
-            run.checkpoints, self._control, attempt=attempt, durable=self._spec.durable, **keep
+        self._direct = DirectCheckpointer(
+            run.checkpoints,
+            self._control,
+            attempt=attempt,
+            keep=self._spec.keep,
+            keep_every=self._spec.keep_every,
+            durable=self._spec.durable,
         )
         line.serve(self._direct)
         self._on_record = on_record
@@ -128,15 +144,15 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        # The others may never come to a common end; but they are told, and nothing of ours stays.
+        # The other ranks may never get here: tell them, and release everything alone.
         leave_collectives(self._control, error)
         self._let_go()
 
     def _failed(self, error: BaseException) -> None:
         if is_raised_on_all(error):
-            self._is_closing = False  # a close that was refused has not begun
+            self._is_closing = False  # a refused close has not begun
         elif self._async_checkpointer is not None:
-            if self._is_closing:  # others may have come further, and have nothing left
+            if self._is_closing:  # other ranks may have closed everything already
                 self._async_checkpointer.release_locally()
                 self._async_checkpointer = None
             else:
@@ -164,22 +180,31 @@ class Checkpointer:
         wait: bool = False,
         replace: bool = False,
     ) -> bool:
-        """Begin to save a state, which must not change until `fence`; False where this save was left out.
+        """Begin to save a state, which must not change until `fence`.
 
-        Steps grow: the one that was saved or loaded last is left out, and that is said, unless `replace`: its
-        save is then replaced, once the new one is whole. A smaller step is a UsageError.
+        Args:
+            step: The training step, growing from save to save.
+            state: Nested dicts and lists of tensors, plain values, and objects with state_dict() and
+                load_state_dict(). A name stands for one tensor: what several ranks have under it is taken to
+                be equal and stored once. Plain values are saved as each rank has them now.
+            position: Any count, such as of samples; stored with the save.
+            wait: Return only when the save is in the directory.
+            replace: Replace an existing save of this step once the new one is complete. By default the step
+                saved or loaded last is skipped with a note.
 
-        A name stands for one tensor: what several ranks have under it is taken to be equal, and stored once.
-        `wait`: return when it is in the directory, SiteError on all ranks if it does not get there. Plain
-        values in the state are kept as each rank has them now. `position`: any count of yours, such as of
-        samples.
+        Returns:
+            Whether the save was begun; False where it was skipped.
+
+        Raises:
+            UsageError: The step is smaller than an earlier one, or the state cannot be saved.
+            SiteError: With `wait`, on all ranks: the save has not reached the directory.
         """
         step, position = parse_count(step, "step"), parse_count(position, "position")
         if not self._may_save(step, replace):
             return False
         flat = flatten_state(state)
         entries = flat.tensors | {self._own: pack_tree(flat.tree)}
-        self._line.has_begun(step)
+        self._line.record_begun(step)
         if self._async_checkpointer is None:
             self._direct.save(step, position, entries)
             return True
@@ -190,32 +215,43 @@ class Checkpointer:
 
     @collective_method("fence", agrees=False)
     def fence(self) -> None:
-        """Wait until what is being saved may be changed again: call it before the optimizer's step."""
+        """Wait until the state being saved may change again; call it before the optimizer's step."""
         if self._async_checkpointer is not None:
             self._async_checkpointer.fence()
 
     @collective_method("fence")
     def fence_before(self, optimizer: torch.optim.Optimizer) -> None:
-        """Call `fence` before every step of an optimizer.
+        """Call `fence` before every step of an optimizer from now on.
 
-        It says that training begins: who may not save in this directory hears so here.
+        Raises:
+            UsageError: This script may not save in the directory.
         """
         self._line.claim()
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     @collective_method("load")
     def load(self, state: Mapping[str, Any], *, strict: bool = True, only: str = "") -> int | None:
-        """Fill a state from the newest save that proves whole, whatever layout wrote it; gives its step.
+        """Fill a state from the newest complete save, whatever layout of ranks wrote it.
 
-        A state is nested dicts and lists of tensors and plain values, and of what has state_dict() and
-        load_state_dict(): such an object is handed what was saved of it, new tensors where it has none yet.
-        Other tensors are filled where they are, plain values set, random state last; UsageError, with names,
-        where something is in one of state and save alone, or cannot be what it was. `only`: a beginning of
-        names, such as "model."; nothing else is touched. Without `strict`, what is in one of them alone, or
-        has another shape or type there, stays as it is. None where nothing was saved. Every byte
-        is proved before the first is filled: after an error the state is as it was, unless that says no.
+        Objects get their saved state by load_state_dict(), with new tensors where they have none yet; other
+        tensors are filled in place, plain values are set, and random state is restored last. All bytes are
+        verified before the first is changed: after an error the state is as it was, unless the message says
+        otherwise.
+
+        Args:
+            state: Of the form that `save` takes.
+            strict: Refuse what is only in the state or only in the save, or differs in shape or type. With
+                False, that stays as it is.
+            only: A prefix of names, such as "model."; nothing else is touched.
+
+        Returns:
+            The step of the save; None where nothing was saved.
+
+        Raises:
+            UsageError: The save does not fit the state; the message names what differs.
+            SiteError: No save is complete.
         """
-        self._line.loads()
+        self._line.begin_load()
         if self._line.starts_fresh:
             return None
         if self._async_checkpointer is not None:
@@ -226,7 +262,7 @@ class Checkpointer:
         if restored is None:
             self._line.record_loaded(None)
             return None
-        # What objects do with their state may draw numbers, which is not to be seen afterwards.
+        # Objects may draw random numbers while they load.
         random_state = rng_state()
         for note in loading.finish():
             write_stderr_line(note)
@@ -241,10 +277,13 @@ class Checkpointer:
 
     @collective_method("should_stop", meets=False)
     def should_stop(self) -> bool:
-        """Whether any rank was sent SIGTERM or SIGUSR2; all ranks call it alike, and hear the same.
+        """Return whether any rank has received SIGTERM or SIGUSR2, the same on all ranks.
 
-        Call it once a step: True asks to save, with `wait`, and to leave with exit code 75, which tells
-        hpcrun that the run is to be gone on with. From the first call on these signals do not end the script.
+        Call it once a step. On True, save with `wait` and exit with code 75, which tells hpcrun to resume the
+        run. From the first call on, these signals no longer end the script.
+
+        Raises:
+            UsageError: It is called outside the main thread.
         """
         if self._stops is None:
             self._stops = StopRequests()
@@ -252,9 +291,12 @@ class Checkpointer:
 
     @collective_method("close")
     def close(self) -> None:
-        """Wait until everything is stored that was begun, and end what was started for it."""
+        """Wait until all saves are stored, and end the processes started for them.
+
+        Errors of saves have been reported on stderr and by `on_record`; they are not raised here.
+        """
         self._is_closing = True
-        self._control.union(0)  # nothing is given up where another rank calls something else
+        self._control.union(0)  # gives nothing up if another rank calls another method
         if self._async_checkpointer is not None:
             self._async_checkpointer.settle()
             self._async_checkpointer.close()
@@ -265,7 +307,7 @@ class Checkpointer:
         leave_collectives(self._control)
 
     def _may_save(self, step: int, replace: bool) -> bool:
-        """Whether this save is begun; one that is on its way is waited for before it is said to exist."""
+        """Whether to save this step; first waits for a pending save of the same step."""
         self._line.agree(step)
         if self._line.might_exist(step) and self._async_checkpointer is not None:
             self._async_checkpointer.settle()

@@ -1,9 +1,9 @@
-"""A script's saves in a directory: whose they are, what they descend from, and whether it may save there.
+"""Decides whether a script may save in a directory, and what its saves descend from.
 
-A directory gets its identity at its first save, from one rank. A start that loads goes on from the save that
-it has loaded; in a directory that has saves, one that trains without loading is refused unless it says
-`start="new"`, which begins a line of its own, or `start="resume"`, which goes on from the newest save without
-loading it. Another process that saves there at the same time is noticed by its lease.
+A directory gets its identity at its first save, from one rank. A start that loads continues from the save
+that it has loaded. In a directory that has saves, one that trains without loading is refused unless it says
+`start="new"`, which begins a line of its own, or `start="resume"`, which continues from the newest save
+without loading it. A lease shows whether another process saves there at the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import atexit
 import operator
 import os
 import weakref
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -37,7 +36,7 @@ from hpcrun.specs.saves import MAX_COUNT, read_saved_checkpoints, resumable_chec
 
 StartMode = Literal["resume", "new"]
 _saved_by_this_process: set[Path] = set()
-"""Where this process has saved: its next Checkpointer there goes on from that."""
+"""Directories that this process has saved in: its next Checkpointer there continues from that."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,19 @@ class StartState:
     attempt: int
     """One more than any that has saved; inside a run the run's own."""
     used: str = ""
-    """What is saved there, in words; empty where nothing is."""
+    """What is saved there, for messages; empty where nothing is."""
     newest: int = -1
-    """The newest step of the line that it may go on from."""
+    """The newest step of the line that it may continue."""
     descent: str = ""
-    """Of what goes on from that."""
+    """The descent of saves that continue from that step."""
 
 
 def read_start_state(run: RunDir, attempt: int | None) -> StartState:
-    """On one rank: nothing is written. `attempt`: of this very run."""
+    """Read the state of a directory, without writing. `attempt`: of the run that the directory belongs to."""
     identity = read_run_identity(run.path) if run.sweep_of_element is None else None
-    if identity is not None and not identity.is_at(run.path):  # a copy, which becomes itself when it saves
+    if identity is not None and not identity.is_at(
+        run.path
+    ):  # a copy, which gets its own identity when it saves
         run_ids = [new_run_id(), identity.run_id, *identity.copied_from]
     elif identity is not None or attempt is not None:
         run_ids = [*run.run_ids]
@@ -68,16 +69,15 @@ def read_start_state(run: RunDir, attempt: int | None) -> StartState:
     if run.sweep_of_element is None:
         run.assume(run_ids[0], run_ids[1:])
     saves, unreadable = read_saved_checkpoints(run.checkpoints)
-    number = attempt or max((one.attempt for one in saves), default=0) + 1
+    number = attempt or max((saved.attempt for saved in saves), default=0) + 1
     if not saves and not unreadable:
         return StartState(run_ids, number)
-    found = sort_checkpoints(run.checkpoints, saves)
-    count = len(saves) + len(unreadable)
-    if not found.line:
+    line = sort_checkpoints(run.checkpoints, saves).line
+    if not line:
+        count = len(saves) + len(unreadable)
         return StartState(run_ids, number, f"{count} saves that are not this run's or damaged")
-    tip = found.line[-1]
-    used = f"saves up to step {tip.step}"
-    return StartState(run_ids, number, used, tip.step, descent_after(tip, number))
+    used = f"saves up to step {line[-1].step}"
+    return StartState(run_ids, number, used, line[-1].step, descent_after(line[-1], number))
 
 
 class ScriptLineage:
@@ -90,25 +90,23 @@ class ScriptLineage:
         *,
         start: StartMode | None,
         attempt: int | None,
-        environ: Mapping[str, str] = os.environ,
     ) -> None:
-        """`attempt`: of the run of hpcrun that this is a part of, if that is the run of this directory."""
+        """`attempt`: of the run that this script belongs to, if this is that run's directory."""
         if start not in (None, "resume", "new"):
             raise UsageError(f'Checkpointer: start: {start!r} is not known; use "resume" or "new"')
         self._run, self._control = run, control
         self._is_inside = attempt is not None
-        told = control.everywhere(lambda: asdict(read_start_state(run, attempt)))
-        self.found = found = StartState(**told)
+        fields = control.everywhere(lambda: asdict(read_start_state(run, attempt)))
+        self.found = found = StartState(**fields)
         if run.sweep_of_element is None:
             run.assume(found.run_ids[0], found.run_ids[1:])
-        # A run starts a script again and again: what this run has saved is never an earlier one's.
+        # A run restarts its script: what an earlier attempt has saved is this start's own.
         self._start = None if start == "new" and attempt is not None and attempt > 1 else start
         if start is None and run.path in _saved_by_this_process:
             self._start = "resume"
-        starter = environ.get(RUN_DIR_VARIABLE)
-        number = int(environ.get(ATTEMPT_VARIABLE) or 1)
-        self._life = find_restart_identity(environ, (starter, number) if starter else None)
-        self._direct: DirectCheckpointer | None = None
+        starter = os.environ.get(RUN_DIR_VARIABLE)
+        number = int(os.environ.get(ATTEMPT_VARIABLE) or 1)
+        self._restart_identity = find_restart_identity(os.environ, (starter, number) if starter else None)
         self._lease: WriterLease | None = None
         self._newest = found.newest if self._start == "resume" else -1
         self._may_save = not found.used or self._start is not None
@@ -117,29 +115,23 @@ class ScriptLineage:
 
     @property
     def starts_fresh(self) -> bool:
-        """Whether what is saved already is not for this start."""
+        """Whether this start begins anew, whatever is saved already."""
         return self._start == "new"
 
     def serve(self, direct: DirectCheckpointer) -> None:
-        """Whoever writes the saves of this line."""
-        self._direct = direct
+        """Take the checkpointer that writes the saves of this line."""
         if self._start == "resume":
             direct.descent = self.found.descent
 
-    def loads(self) -> None:
-        """A load begins: it says what this start goes on from."""
+    def begin_load(self) -> None:
+        """Note that a load begins: training need not be refused any more."""
         self._stop_guard()
 
     def record_loaded(self, step: int | None) -> None:
-        """What was loaded; None where there was nothing."""
+        """Note the step that was loaded; None where nothing was saved."""
         self._newest = -1 if step is None else step
         if step is not None or not self.found.used:
             self._may_save = True
-
-    def check_start(self) -> None:
-        """UsageError where nobody has said what is to become of earlier saves."""
-        if not self._may_save:
-            raise UsageError(self._refusal)
 
     @property
     def _refusal(self) -> str:
@@ -149,24 +141,25 @@ class ScriptLineage:
         )
 
     def claim(self) -> None:
-        """Before the first save: the lease and the identity; UsageError where it is another's."""
+        """Take the lease and the identity, before the first save; UsageError where another has them."""
         self._control.everywhere(self._claim_once)
 
     def agree(self, step: int) -> None:
-        """All ranks mean to save this step, and go by what rank 0 knows of the ones before.
+        """Check that all ranks save this step, and adopt rank 0's newest step.
 
-        Where one was ended in the middle of a save, ranks may have come to different places in it.
+        Where an earlier save was interrupted, ranks may have got to different places in it.
         """
-        self.check_start()
-        first, self._newest = self._control.everywhere(lambda: self._intend(step))
+        if not self._may_save:
+            raise UsageError(self._refusal)
+        first, self._newest = self._control.everywhere(lambda: self._begin_save(step))
         if first != step:
             mine = f"rank {self._control.rank} on {self._control.node} saves step {step}"
             raise UsageError(f"Checkpointer.save: {mine}, rank 0 step {first}; all ranks save the same")
 
     def may_save(self, step: int, *, replace: bool) -> bool:
-        """Whether a save of this step is begun, and not left out as one that exists.
+        """Whether to save this step: False where its save exists already, unless `replace`.
 
-        UsageError for a step that lies before one that this start has saved or loaded.
+        UsageError for a step before one that this start has saved or loaded.
         """
         if step > self._newest:
             return True
@@ -181,10 +174,11 @@ class ScriptLineage:
             + ("; replace=True replaces the save of this step" if exists else "")
         )
 
-    def _intend(self, step: int) -> list[int]:
-        """On rank 0: the step that is meant, and the newest one so far, of whoever may save here."""
+    def _begin_save(self, step: int) -> list[int]:
+        """Check on rank 0 that this process may save; return its step, and the newest one so far."""
         self._claim_once()
-        self._check()
+        if self._lease is not None:
+            self._lease.check()
         return [step, self._newest]
 
     def _claim_once(self) -> None:
@@ -193,16 +187,16 @@ class ScriptLineage:
             self._is_claimed = True
 
     def might_exist(self, step: int) -> bool:
-        """Whether somebody has to look for a save of this step."""
+        """Whether a save of this step may exist, so that `may_save` looks for it."""
         return step <= self._newest
 
-    def has_begun(self, step: int) -> None:
-        """A save of this step is on its way."""
+    def record_begun(self, step: int) -> None:
+        """Note that a save of this step has begun."""
         _saved_by_this_process.add(self._run.path)
         self._newest = max(self._newest, step)
 
     def close(self) -> None:
-        """Nothing more will be saved."""
+        """Release the lease; nothing more will be saved."""
         self._stop_guard()
         if self._lease is not None:
             self._lease.release()
@@ -215,15 +209,12 @@ class ScriptLineage:
             self._watch.end()
             self._watch = None
 
-    def _check(self) -> None:
-        if self._lease is not None:
-            self._lease.check()
-
     def _exists(self, step: int) -> bool:
-        """On rank 0: whether the line that this start is on has a save of this step."""
-        line = resumable_checkpoints(self._run.checkpoints)
-        own = [one for one in line if one.attempt == self.found.attempt]
-        return any(one.step == step for one in (own if self.starts_fresh else line))
+        """Whether the line of this start has a save of this step, on rank 0."""
+        return any(
+            saved.step == step and (not self.starts_fresh or saved.attempt == self.found.attempt)
+            for saved in resumable_checkpoints(self._run.checkpoints)
+        )
 
     def _claim(self) -> None:
         run = self._run
@@ -234,7 +225,7 @@ class ScriptLineage:
             )
         try:
             run.checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
-            lease = WriterLease(run.checkpoints, self._life)
+            lease = WriterLease(run.checkpoints, self._restart_identity)
             try:
                 self._refuse_if_overtaken()
                 if not self._is_inside:
@@ -248,10 +239,9 @@ class ScriptLineage:
         atexit.register(lease.release)
 
     def _refuse_if_overtaken(self) -> None:
-        """UsageError where another start has saved since this one began: both would be one in all records."""
-        attempt = self.found.attempt
+        """UsageError where another start has saved since this one began: both have one attempt number."""
         saves = sort_checkpoints(self._run.checkpoints, read_saved_checkpoints(self._run.checkpoints)[0]).own
-        others = [one for one in saves if one.attempt >= attempt]
+        others = [saved for saved in saves if saved.attempt >= self.found.attempt]
         if others and not self._is_inside:
             raise UsageError(
                 f"{others[-1].path}: was saved by another start since this one began; start again to go on"
@@ -259,7 +249,7 @@ class ScriptLineage:
             )
 
     def _identify(self) -> None:
-        """Give the directory its identity: of two that come at once the other one is refused."""
+        """Give the directory its identity; of two starts at the same time, one is refused."""
         run, run_id = self._run, self.found.run_ids[0]
         identity = read_run_identity(run.path)
         if identity is None:
@@ -276,9 +266,9 @@ class ScriptLineage:
 
 @dataclass
 class _TrainingStartGuard:
-    """Notices that training has begun: an optimizer that steps again.
+    """Refuses to let training begin, at the second step of an optimizer.
 
-    A first step may be one that only makes the optimizer's state, for a load to fill.
+    The first step may be one that only makes the optimizer's state, for a load to fill.
     """
 
     refusal: str
@@ -288,7 +278,7 @@ class _TrainingStartGuard:
         self._handle = register_optimizer_step_pre_hook(self._step)
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._handle.remove()
 
     def _step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -299,7 +289,7 @@ class _TrainingStartGuard:
 
 
 def parse_count(value: Any, what: str) -> int:
-    """A step or another count as people have it, of any integer type; UsageError for what is none."""
+    """Return a step or another count, given as any integer type, as an int; UsageError for other values."""
     number: int | None = None
     is_truth = isinstance(value, bool | np.bool_) or (isinstance(value, Tensor) and value.dtype == torch.bool)
     is_many = isinstance(value, Tensor | np.ndarray) and value.ndim > 0

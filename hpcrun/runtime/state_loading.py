@@ -1,8 +1,8 @@
-"""What of a script's state is filled from a save, and what of it is refused."""
+"""Fills a script's state from a save, and refuses what does not fit."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,32 +61,32 @@ from hpcrun.runtime.tensor_memory import (
 
 
 class StateLoader:
-    """A state that is filled from a save: `fit` checks and touches nothing, `finish` hands over."""
+    """A state to be filled from a save: `fit` checks and changes nothing, `finish` sets what was read."""
 
     def __init__(self, control: Control, state: Mapping[str, Any], *, strict: bool, only: str) -> None:
         self._control, self._state, self._strict, self._only = control, state, strict, only
-        self._told: dict[KeyPath, Any] = {}
+        self._state_dicts: dict[KeyPath, Any] = {}
         self._types: dict[str, type] = {}
         own = [keys for keys, _ in self._matching({}).leaves(state, ())]
-        self._types = collect_types([dict(state), list(self._told.values())])
+        self._types = collect_types([dict(state), list(self._state_dicts.values())])
         paths = [render_key_path(keys) for keys in own]
-        self._names = {name for of_rank in control.allgather(paths) for name in of_rank}
+        self._names = {name for names in control.allgather(paths) for name in names}
         self._match = StateMatch()
         self._copies: list[tuple[Tensor, Tensor]] = []
-        """Tensors, and what they get when all is read."""
+        """Tensors, and the contents to copy into them when all is read."""
         self._new: dict[tuple[str, str], Tensor] = {}
-        """What is handed over in memory of its own, by its stored name and its device."""
+        """New tensors to pass to objects, by stored name and device."""
         if only and not any(f"{name}.".startswith(only) for name in self._names):
             raise UsageError(f"load: only={only!r}: nothing in the state is called so")
 
     def fit(self, where: str, world_size: int, source: ChunkSource) -> dict[str, Tensor]:
-        """Those tensors of the state that the save has; UsageError where it is another state."""
-        every = source.manifest.tensors
-        stored = {name: tensor for name, tensor in every.items() if not name.startswith(RESERVED_PREFIXES)}
+        """Select the tensors to fill from this save; UsageError where it is of another state."""
+        tensors = source.manifest.tensors.items()
+        stored = {name: tensor for name, tensor in tensors if not name.startswith(RESERVED_PREFIXES)}
         self._copies, self._new = [], {}
         self._match = match = self._matched(where, world_size, source, stored)
-        found = self._placed(source, match, stored)
-        identities = {tensor_identity(one.tensor) for one in match.targets if one.tensor is not None}
+        entries = self._placed(source, match, stored)
+        identities = {tensor_identity(target.tensor) for target in match.targets if target.tensor is not None}
         lacks = [
             render_key_path(keys)
             for keys, tensor in match.lacks
@@ -100,15 +100,15 @@ class StateLoader:
             extra = [render_key_path(keys) for keys in match.extra]
             _refuse_mismatch(where, "also holds", [path for path in extra if path not in self._names])
         self._make_states(where)
-        return found if self._only else found | select_random_state(world_size, source, self._control)
+        return entries if self._only else entries | select_random_state(world_size, source, self._control)
 
     def finish(self) -> list[str]:
-        """Set what is no tensor, and hand objects their state; what their own values have become of it."""
+        """Set plain values and load objects; return notes on values that the objects have changed."""
         with torch.no_grad():
-            for target, content in self._copies:
-                write_elements(target, content)
-        for one in self._match.values:
-            _set_plain_value(one)
+            for tensor, content in self._copies:
+                write_elements(tensor, content)
+        for target in self._match.values:
+            _set_plain_value(target)
         notes = list[str]()
         for handover in self._match.objects:
             notes += self._load_object_state(handover)
@@ -117,24 +117,24 @@ class StateLoader:
     def _matching(self, stored: Mapping[str, StoredTensor]) -> StateMatcher:
         return StateMatcher(self._state_dict_of, self._types, stored, self._only)
 
-    def _state_dict_of(self, keys: KeyPath, one: Any) -> Any:
-        if keys not in self._told:
-            self._told[keys] = one.state_dict()
-        return self._told[keys]
+    def _state_dict_of(self, keys: KeyPath, owner: Any) -> Any:
+        if keys not in self._state_dicts:
+            self._state_dicts[keys] = owner.state_dict()
+        return self._state_dicts[keys]
 
     def _matched(
         self, where: str, world_size: int, source: ChunkSource, stored: Mapping[str, StoredTensor]
     ) -> StateMatch:
-        """Both states beside each other: of this rank, or the first; of all, where something is missing."""
+        """Match with this rank's saved tree, or rank 0's; where something is missing, with all ranks'."""
         is_alike = world_size == self._control.size
         first = self._control.rank if is_alike else 0
         tree = _read_state_tree(where, source, first)
         if tree is None:
             tree = self._tree_from_names(stored)
-        known = {node["v"] for _, node in tensor_nodes(tree, self._types)}
+        named = {node["v"] for _, node in tensor_nodes(tree, self._types)}
         matching = self._matching(stored)
         matching.walk(self._state, tree)
-        if matching.match.lacks or (not is_alike and stored.keys() - known):
+        if matching.match.lacks or (not is_alike and stored.keys() - named):
             for rank in range(world_size):
                 other = _read_state_tree(where, source, rank) if rank != first else None
                 tree = tree if other is None else merge_trees(tree, other, self._types)
@@ -143,7 +143,7 @@ class StateLoader:
         return matching.match
 
     def _tree_from_names(self, stored: Mapping[str, StoredTensor]) -> ValueNode:
-        """The tree of a save that has tensors alone, such as of a training of hpcrun's own."""
+        """Return a tree for a save that has only tensors, as those of `hpcrun train`."""
         leaves = self._matching({}).leaves(self._state, ())
         names = unique_tensor_names([keys for keys, tensor in leaves if tensor is not None])
         there = {keys: name for keys, name in names.items() if name in stored}
@@ -155,7 +155,7 @@ class StateLoader:
     def _placed(
         self, source: ChunkSource, match: StateMatch, stored: Mapping[str, StoredTensor]
     ) -> dict[str, Tensor]:
-        """Memory for every tensor that is wanted: what is read right into its place, by its stored name."""
+        """Choose the memory that each tensor is read into; return it by stored name."""
         able = []
         for target in match.targets:
             problem = _why_not_readable(target, stored)
@@ -168,16 +168,16 @@ class StateLoader:
                 target.tensor = None
                 match.mismatched.append((target.keys, problem))
         self._resolve_shared_memory(source, match, able, stored)
-        found = dict[str, Tensor]()
-        kept = {id(target) for target, _ in self._copies}
+        entries = dict[str, Tensor]()
+        copied = {id(tensor) for tensor, _ in self._copies}
         for target in match.targets:
             tensor = target.tensor
-            if tensor is None or id(tensor) in kept:
+            if tensor is None or id(tensor) in copied:
                 continue
-            first = found.setdefault(target.name, tensor.detach())
+            first = entries.setdefault(target.name, tensor.detach())
             if tensor_identity(first) != tensor_identity(tensor):
                 self._copies.append((tensor.detach(), first))
-        return found
+        return entries
 
     def _resolve_shared_memory(
         self,
@@ -186,12 +186,12 @@ class StateLoader:
         able: list[TensorTarget],
         stored: Mapping[str, StoredTensor],
     ) -> None:
-        """See to it that no memory is filled with two contents."""
-        for numbers in overlapping_clusters([_require_tensor(one) for one in able]):
+        """Prevent that one memory is filled with two contents."""
+        for numbers in overlapping_clusters([_require_tensor(target) for target in able]):
             cluster = [able[number] for number in numbers]
-            one = _require_tensor(cluster[0])
-            is_one = len({(tensor_identity(_require_tensor(target)), target.name) for target in cluster}) == 1
-            if is_one and (isinstance(one, DTensor) or not overlaps_itself(one)):
+            first = _require_tensor(cluster[0])
+            identities = {(tensor_identity(_require_tensor(target)), target.name) for target in cluster}
+            if len(identities) == 1 and (isinstance(first, DTensor) or not overlaps_itself(first)):
                 continue
             for target in [target for target in cluster if target.is_free]:
                 if problem := self._give_own_memory(target, stored):
@@ -202,7 +202,7 @@ class StateLoader:
                 self._fill_shared_memory(source, match, cluster)
 
     def _give_own_memory(self, target: TensorTarget, stored: Mapping[str, StoredTensor]) -> str:
-        """Give an object's target memory of its own; why that cannot be done."""
+        """Give a target new memory; return why that cannot be done."""
         saved, like = stored.get(target.name), target.like
         if saved is None:
             return "is not in the save's list of tensors"
@@ -213,7 +213,7 @@ class StateLoader:
             return "was saved as a DTensor, and nothing says how it lies here; give the object its state"
         else:
             device = str(like.device) if like is not None and not like.is_meta else "cpu"
-            # What was one tensor is handed over as one.
+            # What was one tensor stays one.
             key = (target.name, device)
             if key not in self._new:
                 self._new[key] = torch.empty(saved.shape, dtype=dtype, device=device)
@@ -223,7 +223,7 @@ class StateLoader:
     def _fill_shared_memory(
         self, source: ChunkSource, match: StateMatch, cluster: list[TensorTarget]
     ) -> None:
-        """Tensors that are one memory, in part or all, get their contents if these fit each other."""
+        """Read the contents of tensors that share memory, if these agree where they overlap."""
         tensors = [_require_tensor(target) for target in cluster]
         problem = ""
         if any(isinstance(tensor, DTensor) for tensor in tensors):
@@ -241,7 +241,7 @@ class StateLoader:
             target.tensor = None
 
     def _make_states(self, where: str) -> None:
-        """The state that each object is to be handed; UsageError for what cannot be made here."""
+        """Make the state to pass to each object; UsageError for what cannot be made here."""
         filled = {target.keys: target.tensor for target in self._match.targets}
         problems, able = list[str](), list[StatefulTarget]()
 
@@ -252,41 +252,41 @@ class StateLoader:
 
         for handover in self._match.objects:
             try:
-                if handover.told is None:
+                if handover.current is None:
                     handover.state = unflatten_state(handover.node, tensor_at, self._types, handover.keys)
                 else:
-                    handover.state = handover.told
+                    handover.state = handover.current
                 able.append(handover)
             except PlainValueError as error:
                 problems.append(_describe_problem(error.keys, error.problem))
             except _UnfilledError:
-                continue  # it was said which tensor cannot be made
+                continue  # its tensor is among the mismatches already
         self._match.objects = able
         if self._strict:
             _refuse_mismatch(where, "has another shape or type of", problems)
 
     def _load_object_state(self, handover: StatefulTarget) -> list[str]:
-        """Hand one object its state, and see that nothing has become of it that was not saved."""
-        one, name = handover.object, render_key_path(handover.keys)
+        """Load one object, and check that its state is what was saved; return notes on plain values."""
+        owner, name = handover.object, render_key_path(handover.keys)
         handed = build_state_tree(handover.state, handover.keys)
         before = TensorSamples(list(handed.tensors.values()))
-        is_torchs = isinstance(one, torch.optim.Optimizer) and handover.parameters is not None
+        is_torchs = isinstance(owner, torch.optim.Optimizer) and handover.parameters is not None
         if is_torchs:
-            optimizer_state.load_optimizer_state(one, handover.state)
+            optimizer_state.load_optimizer_state(owner, handover.state)
         else:
-            one.load_state_dict(handover.state)
+            owner.load_state_dict(handover.state)
         changed, values = self._changes(handover, handed, before)
         if is_torchs and (changed or values):
             assert handover.parameters is not None
-            optimizer_state.set_optimizer_state_exactly(one, handover.state, handover.parameters)
+            optimizer_state.set_optimizer_state_exactly(owner, handover.state, handover.parameters)
             changed, values = self._changes(handover, handed, before)
-        if isinstance(one, torch.optim.Optimizer | torch.nn.Module):
+        if isinstance(owner, torch.optim.Optimizer | torch.nn.Module):
             changed, values = [*changed, *values], []
         if changed and self._strict:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise UsageError(
                 f"{changed[0]}{more}: is not what was saved after load_state_dict of {name}"
-                f" ({type(one).__qualname__}); have it keep its state as it is, or load with strict=False"
+                f" ({type(owner).__qualname__}); have it keep its state as it is, or load with strict=False"
             )
         changed += values
         return [f"{path} is not what was saved, after load_state_dict of {name}" for path in changed]
@@ -294,7 +294,7 @@ class StateLoader:
     def _changes(
         self, handover: StatefulTarget, handed: StateTree, before: TensorSamples
     ) -> tuple[list[str], list[str]]:
-        """Names of tensors and of plain values that are others than were handed over."""
+        """Return the names of tensors and of plain values that differ from what was passed."""
         try:
             after = build_state_tree(handover.object.state_dict(), handover.keys)
         except UsageError as error:
@@ -321,11 +321,11 @@ class StateLoader:
 
 
 class _UnfilledError(Exception):
-    """A tensor has no memory here."""
+    """A tensor of a state has no memory here."""
 
 
 def _read_state_tree(where: str, source: ChunkSource, rank: int) -> ValueNode:
-    """The tree that a rank had; None where there is none."""
+    """Read the tree that a rank saved; None where there is none."""
     name = f"hpcrun.{rank}"
     if name not in source.manifest.tensors:
         return None
@@ -333,7 +333,7 @@ def _read_state_tree(where: str, source: ChunkSource, rank: int) -> ValueNode:
 
 
 def _read_whole(source: ChunkSource, name: str) -> Tensor:
-    """A stored tensor, read and proved."""
+    """Read a stored tensor and verify it."""
     stored = source.manifest.tensors[name]
     whole = torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))
     for piece, place in stored.chunks:
@@ -346,7 +346,7 @@ def _read_whole(source: ChunkSource, name: str) -> Tensor:
 def _tree_of_named_tensors(
     new: Any, names: Mapping[KeyPath, str], loading: StateLoader, keys: KeyPath = ()
 ) -> ValueNode:
-    """The tree of those tensors of a state that have a name."""
+    """Return a tree of those tensors of a state that have a name."""
     if keys in names:
         return {TYPE_TAG: TENSOR_TAG, "v": names[keys]}
     if is_stateful(new):
@@ -360,10 +360,10 @@ def _tree_of_named_tensors(
         ]
         return {TYPE_TAG: "dict", "v": pairs}
     if isinstance(new, list | tuple):
-        found = [
+        items = [
             _tree_of_named_tensors(value, names, loading, (*keys, number)) for number, value in enumerate(new)
         ]
-        return [node for node in found if node is not None]
+        return [node for node in items if node is not None]
     return None
 
 
@@ -373,7 +373,7 @@ def _require_tensor(target: TensorTarget) -> Tensor:
 
 
 def _why_not_readable(target: TensorTarget, stored: Mapping[str, StoredTensor]) -> str:
-    """Why a stored tensor cannot be read into the one that is there."""
+    """Return why a stored tensor cannot be read into the present one; empty where it can."""
     tensor, saved = target.tensor, stored.get(target.name)
     if saved is None:
         return "is not in the save's list of tensors"
@@ -389,35 +389,31 @@ def _why_not_readable(target: TensorTarget, stored: Mapping[str, StoredTensor]) 
 
 
 def _set_plain_value(target: PlainValueTarget) -> None:
-    """Set a plain value, in place where others may hold on to it."""
+    """Set a plain value, in place where other references to it may exist."""
     container, key, value = target.container, target.key, target.value
     now = container[key]
-    if type(now) is not type(value):
+    options = [
+        getattr(now, name, None) == getattr(value, name, None) for name in ("default_factory", "maxlen")
+    ]
+    if type(now) is not type(value) or not all(options):
         container[key] = value
-    elif isinstance(value, dict) and not (
-        isinstance(value, defaultdict) and _default_factory(now) != _default_factory(value)
-    ):
+    elif isinstance(value, dict | set):
         now.clear()
         now.update(value)
     elif isinstance(value, list | bytearray):
         now[:] = value
-    elif isinstance(value, set):
-        now.clear()
-        now.update(value)
-    elif isinstance(value, deque) and now.maxlen == value.maxlen:
+    elif isinstance(value, deque):
         now.clear()
         now.extend(value)
-    elif isinstance(value, np.ndarray) and (now.dtype, now.shape) == (value.dtype, value.shape):
-        if now.flags.writeable:
-            now[...] = value
-        else:
-            container[key] = value
+    elif _is_writable_like(now, value):
+        now[...] = value
     else:
         container[key] = value
 
 
-def _default_factory(value: defaultdict[Any, Any]) -> Any:
-    return value.default_factory
+def _is_writable_like(array: Any, value: Any) -> bool:
+    is_alike = isinstance(value, np.ndarray) and (array.dtype, array.shape) == (value.dtype, value.shape)
+    return is_alike and bool(array.flags.writeable)
 
 
 def _describe_tensor(tensor: Tensor | None) -> str:

@@ -1,4 +1,4 @@
-"""What of a saved state goes where in the one that is to be filled; nothing is touched here."""
+"""Matches a saved state with the state to be filled; nothing is changed here."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from hpcrun.runtime.plain_values import (
 from hpcrun.runtime.state_tree import (
     build_state_tree,
     has_tensors_or_objects,
+    holds_any,
+    holds_tensor_nodes,
     is_stateful,
     is_tensor_node,
     tensor_nodes,
@@ -34,23 +36,23 @@ from hpcrun.runtime.state_tree import (
 
 @dataclass
 class TensorTarget:
-    """A saved tensor, and what it is read into."""
+    """A saved tensor, and the tensor that it is read into."""
 
     keys: KeyPath
     name: str
-    """That it is stored under."""
+    """The name that it is stored under."""
     tensor: Tensor | None
-    """Where the state has it now."""
+    """The state's present tensor."""
     like: Tensor | None = None
-    """Lies as a new one has to."""
+    """A tensor with the layout that a new one needs."""
     is_free: bool = False
-    """It may be another tensor: it is handed over."""
+    """Whether another tensor may take its place, because it is passed to load_state_dict."""
     is_sharded: bool = False
 
 
 @dataclass
 class PlainValueTarget:
-    """A plain value, and where it goes."""
+    """A plain value, and the place that it is set in."""
 
     keys: KeyPath
     container: Any
@@ -60,32 +62,33 @@ class PlainValueTarget:
 
 @dataclass
 class StatefulTarget:
-    """An object that is handed its state."""
+    """An object whose load_state_dict is called."""
 
     keys: KeyPath
     object: Any
     node: ValueNode = None
-    """Its state as it was saved; for a module what it told of itself is filled."""
-    told: Any = None
+    """Its saved state; unused where `current` is filled instead."""
+    current: Any = None
+    """The state_dict of a module, whose tensors are filled in place."""
     parameters: Mapping[Hashable, Tensor] | None = None
-    """Of an optimizer of torch's."""
+    """The parameters of an optimizer of torch's, by number."""
     state: Any = None
-    """What it is handed."""
+    """The state to pass to load_state_dict."""
 
 
 @dataclass
 class StateMatch:
-    """A saved state beside the one to be filled."""
+    """What of a saved state goes where in the one to be filled."""
 
     targets: list[TensorTarget] = field(default_factory=list)
     values: list[PlainValueTarget] = field(default_factory=list)
     objects: list[StatefulTarget] = field(default_factory=list)
     lacks: list[tuple[KeyPath, Tensor | None]] = field(default_factory=list)
-    """What the save does not have."""
+    """What the save lacks."""
     extra: list[KeyPath] = field(default_factory=list)
-    """What the save alone has."""
+    """What only the save has."""
     mismatched: list[tuple[KeyPath, str]] = field(default_factory=list)
-    """What cannot be put where it belongs, and why."""
+    """What does not fit its place, and why."""
 
 
 class StateMatcher:
@@ -93,17 +96,17 @@ class StateMatcher:
 
     def __init__(
         self,
-        told_by: Callable[[KeyPath, Any], Any],
+        state_dict_of: Callable[[KeyPath, Any], Any],
         types: TypesByName,
         stored: Mapping[str, StoredTensor],
         only: str,
     ) -> None:
-        """`told_by`: what an object at a place tells of its state; `only`: the beginning of wanted names."""
-        self._state_dict_of, self._types, self._stored, self._only = told_by, types, stored, only
+        """`state_dict_of`: returns the state_dict of the object at these keys; `only`: a prefix of names."""
+        self._state_dict_of, self._types, self._stored, self._only = state_dict_of, types, stored, only
         self.match = StateMatch()
 
     def walk(self, new: Any, node: ValueNode, keys: KeyPath = (), container: Any = None) -> None:
-        """Match a part of the new state with what was saved of it."""
+        """Match a part of the new state with its saved node."""
         if isinstance(new, Tensor):
             if not self._is_selected(keys):
                 return
@@ -121,30 +124,32 @@ class StateMatcher:
             self._value(new, node, keys, container)
 
     def _has_tensors(self, node: ValueNode, keys: KeyPath) -> bool:
-        return any(True for _ in tensor_nodes(node, self._types, keys))
+        return holds_tensor_nodes(node, self._types, keys)
 
     def _is_selected(self, keys: KeyPath) -> bool:
         return f"{render_key_path(keys)}.".startswith(self._only)
 
     def _below(self, new: Any, node: ValueNode, keys: KeyPath) -> None:
         saved = child_nodes(node, self._types, keys)
-        mine = {(type(key), key): (key, value) for key, value in _items(new)}
-        its = {} if saved is None else {(type(key), key): (key, one) for key, one in saved.items()}
-        for both, (key, value) in mine.items():
-            below = (*keys, key)
-            if both in its:
-                self.walk(value, its[both][1], below, new)
+        # 1 and True are different keys here.
+        mine = {(type(key), key): value for key, value in _items(new)}
+        its = {(type(key), key): child for key, child in (saved or {}).items()}
+        for typed_key, value in mine.items():
+            below = (*keys, typed_key[1])
+            if typed_key in its:
+                self.walk(value, its[typed_key], below, new)
             else:
-                self.match.lacks += [one for one in self.leaves(value, below) if self._is_selected(one[0])]
+                leaves = self.leaves(value, below)
+                self.match.lacks += [(path, leaf) for path, leaf in leaves if self._is_selected(path)]
         if saved is None and self._is_selected(keys):
             self.match.extra.append(keys)
-        for both, (key, one) in its.items():
-            if both not in mine:
-                leaves = tree_leaves(one, self._types, (*keys, key))
-                self.match.extra += [found for found in leaves if self._is_selected(found)]
+        for typed_key, child in its.items():
+            if typed_key not in mine:
+                paths = tree_leaves(child, self._types, (*keys, typed_key[1]))
+                self.match.extra += filter(self._is_selected, paths)
 
     def leaves(self, new: Any, keys: KeyPath) -> Iterator[tuple[KeyPath, Tensor | None]]:
-        """Every tensor, object and plain value of a new state."""
+        """Yield every tensor, object and plain value of a new state."""
         if isinstance(new, Tensor):
             yield keys, new
         elif is_stateful(new):
@@ -181,38 +186,38 @@ class StateMatcher:
         if child_nodes(node, self._types, keys) is None:
             self.match.mismatched.append((keys, "has no state in the save"))
             return
-        told = self._state_dict_of(keys, new)
-        if isinstance(new, torch.nn.Module) or _holds_objects(told):
-            self._below(told, node, keys)
-            self.match.objects.append(StatefulTarget(keys, new, told=told))
+        current = self._state_dict_of(keys, new)
+        if isinstance(new, torch.nn.Module) or holds_any(current, is_stateful):
+            self._below(current, node, keys)
+            self.match.objects.append(StatefulTarget(keys, new, current=current))
             return
         if is_part:
             raise UsageError(f"load: only={self._only!r}: {name} takes its state whole; use only='{name}.'")
         parameters = None
         if isinstance(new, torch.optim.Optimizer):
-            found = parameters_by_number(new, node, self._types)
-            if isinstance(found, str):
-                self.match.mismatched.append((keys, found))
+            numbered = parameters_by_number(new, node, self._types)
+            if isinstance(numbered, str):
+                self.match.mismatched.append((keys, numbered))
                 return
-            parameters = found
-        self._tensors_of(told, node, keys, parameters)
+            parameters = numbered
+        self._tensors_of(current, node, keys, parameters)
         self.match.objects.append(StatefulTarget(keys, new, node=node, parameters=parameters))
 
     def _tensors_of(
-        self, told: Any, node: ValueNode, keys: KeyPath, parameters: Mapping[Hashable, Tensor] | None
+        self, current: Any, node: ValueNode, keys: KeyPath, parameters: Mapping[Hashable, Tensor] | None
     ) -> None:
-        """What an object is handed: its own tensors, filled, or new ones."""
-        for below, one in tensor_nodes(node, self._types):
-            mine = _value_at(told, below)
+        """Add the tensors to pass to an object: its own, filled, or new ones."""
+        for below, tensor_node in tensor_nodes(node, self._types):
+            mine = _value_at(current, below)
             like = mine if isinstance(mine, Tensor) else None
-            stored = self._stored.get(one["v"])
-            # The count of steps lies on the host, or where the optimizer moves it.
+            stored = self._stored.get(tensor_node["v"])
+            # The step count stays on the host, unless the optimizer moves it.
             if like is None and parameters is not None and stored is not None and below[-1] != "step":
                 param = parameters.get(parameter_number(below))
                 dtype: torch.dtype = getattr(torch, stored.dtype)
                 like = init_optimizer_state(param, stored.shape, dtype)
-            target = TensorTarget((*keys, *below), one["v"], like, like, is_free=True)
-            target.is_sharded = bool(one.get("sharded"))
+            target = TensorTarget((*keys, *below), tensor_node["v"], like, like, is_free=True)
+            target.is_sharded = bool(tensor_node.get("sharded"))
             self.match.targets.append(target)
 
 
@@ -224,16 +229,8 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items()) if isinstance(value, Mapping) else list(enumerate(value))
 
 
-def _holds_objects(told: Any) -> bool:
-    if isinstance(told, Mapping):
-        return any(_holds_objects(one) for one in told.values())
-    if isinstance(told, list | tuple):
-        return any(_holds_objects(one) for one in told)
-    return is_stateful(told)
-
-
 def _value_at(value: Any, keys: KeyPath) -> Any:
-    """What lies at some keys; None where nothing does."""
+    """Return the value at these keys, or None."""
     for key in keys:
         try:
             value = value[key]
