@@ -18,6 +18,7 @@ from hpcrun.errors import (
     EXIT_USAGE,
     HpcrunError,
     SiteError,
+    UsageError,
 )
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.failover.guardian import SupervisorCrash
@@ -30,6 +31,7 @@ from hpcrun.launch.supervisor import Supervisor
 from hpcrun.runs.run_lock import RunOwnedError, lock_run
 from hpcrun.slurm.allocation import find_allocation
 from hpcrun.specs.cluster import ClusterSpec, load_cluster
+from hpcrun.specs.identity import check_run_schema
 from hpcrun.specs.io_retry import log_line
 from hpcrun.specs.metrics import Metric, StepMetric
 from hpcrun.specs.provenance import Provenance, read_provenance
@@ -102,6 +104,10 @@ def why_foreign_job(folder: Path) -> str | None:
     the name that it has until then.
     """
     run = RunDir(folder.parent)
+    try:
+        check_run_schema(run.path)
+    except UsageError as error:
+        return str(error)
     remedy = f"submit the run with `hpcrun submit --resume {run.id}`"
     if "SLURM_JOB_ID" not in os.environ:
         return f"{run.script} is started by Slurm, and this is no job; {remedy}"

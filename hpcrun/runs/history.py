@@ -16,6 +16,7 @@ from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError, UsageError
 from hpcrun.files import read_regular
 from hpcrun.runs.ledger import read_ledger
 from hpcrun.runs.timeline import AttemptTimeline, Record, build_timelines
+from hpcrun.specs.identity import check_run_schema
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_run_job
 from hpcrun.specs.metrics import MetricRecord, SaveMetric, StepMetric, StoredMetric, read_metrics
@@ -67,6 +68,7 @@ def count_run_failures(runs: Iterable[RunDir], cluster: str | None) -> FailureHi
     total = FailureHistory()
     for run in list(runs)[-MAX_HISTORY_RUNS:]:
         with suppress(HpcrunError, OSError):  # of a damaged record others complain
+            check_run_schema((run.sweep_of_element or run).path)
             if _cluster_name(run) == cluster and not run.chaos.exists():
                 total += count_attempt_failures(
                     build_timelines(read_json_lines(run.events), ()),
@@ -128,6 +130,7 @@ def find_similar_runs(spec: JobSpec, runs: Iterable[RunDir]) -> list[RunDir]:
     found = []
     for run in reversed(named[-_MAX_SIMILAR_RUNS:]):
         with suppress(HpcrunError, OSError):
+            check_run_schema((run.sweep_of_element or run).path)
             if _job_shape(load_run_job(run).spec) == _job_shape(spec):
                 found.append(run)
     return found

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RANKS_DIED, EXIT_SAVED, UsageError
 from hpcrun.runs.snapshot import RunSnapshot, TrainingProgress
+from hpcrun.specs.identity import check_run_schema
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import RunDir
@@ -212,6 +213,7 @@ def _read_states(runs: Sequence[RunDir], *, ask: bool) -> list[RunState]:
     unclear: dict[RunDir, tuple[RunSnapshot, JobQuery]] = {}
     for run in runs:
         try:
+            check_run_schema((run.sweep_of_element or run).path)
             if run.sweep.is_file():  # it comes here only when its record is damaged
                 read_sweep(run)
             view = RunSnapshot(run, origins.of(run))

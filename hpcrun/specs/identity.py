@@ -8,6 +8,7 @@ roots.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import uuid
@@ -20,8 +21,10 @@ from hpcrun.specs.records import read_json, write_json
 
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _FILE = "job.json"
-IDENTITY_KEYS = ("run_id", "made_at", "copied_from")
+IDENTITY_KEYS = ("schema_version", "run_id", "made_at", "copied_from")
 """What of job.json is the identity."""
+RUN_SCHEMA_VERSION = 2
+"""The version of a run directory: its files, events and metrics. It rises when older ones cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,25 @@ def _is_run_id(value: Any) -> bool:
     return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
 
 
+def check_run_schema(folder: Path) -> None:
+    """UsageError where a run directory is of another version; of a damaged job.json others complain."""
+    try:
+        record = read_json(folder / _FILE) or {}
+    except (UsageError, OSError):
+        return
+    version = record.get("schema_version") if isinstance(record, dict) else RUN_SCHEMA_VERSION
+    if version == RUN_SCHEMA_VERSION:
+        return
+    found = f"schema version {json.dumps(version)[:60]}"
+    if version is None:
+        found = "no schema version (it is of an older hpcrun, or a part of a run)"
+    maker = f" ({record['hpcrun']})" if isinstance(record.get("hpcrun"), str) else ""
+    raise UsageError(
+        f"{folder}: has {found}, and this hpcrun reads version {RUN_SCHEMA_VERSION}; use the hpcrun that made"
+        f" it{maker}, or start a new run"
+    )
+
+
 def read_run_identity(folder: Path) -> RunIdentity | None:
     """The identity of the run in a directory; None without one, UsageError where job.json is damaged."""
     path = folder / _FILE
@@ -124,7 +146,7 @@ def read_run_identity(folder: Path) -> RunIdentity | None:
 
 def write_run_identity(folder: Path, identity: RunIdentity, **values: Any) -> None:
     """Write job.json anew: the identity, and these values."""
-    write_json(folder / _FILE, {**values, **asdict(identity)})
+    write_json(folder / _FILE, {**values, **asdict(identity), "schema_version": RUN_SCHEMA_VERSION})
 
 
 def directory_digest(folder: Path) -> str:

@@ -7,7 +7,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.identity import IDENTITY_KEYS, RunIdentity, parse_run_identity, read_run_identity
+from hpcrun.specs.identity import (
+    IDENTITY_KEYS,
+    RUN_SCHEMA_VERSION,
+    RunIdentity,
+    parse_run_identity,
+    read_run_identity,
+)
 from hpcrun.specs.records import read_json, write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -111,7 +117,8 @@ def write_provenance(run: RunDir, record: Provenance) -> None:
     values = asdict(replace(record, identity=None))
     del values["identity"]
     identity = record.identity or read_run_identity(run.path)
-    write_json(run.job, (asdict(identity) if identity else {}) | values)
+    version = {"schema_version": RUN_SCHEMA_VERSION}
+    write_json(run.job, version | (asdict(identity) if identity else {}) | values)
 
 
 def read_provenance(run: RunDir) -> Provenance | None:

@@ -18,6 +18,7 @@ from hpcrun.local_identity import absolute_path
 from hpcrun.specs.branch import make_copy_independent, require_run_identity
 from hpcrun.specs.identity import (
     RunIdentity,
+    check_run_schema,
     parse_run_identity,
 )
 from hpcrun.specs.owner import is_private_directory, require_own_run, warn_if_root_is_writable
@@ -132,12 +133,13 @@ def find_run(
 
     RUN/NUMBER and JOBNUMBER are elements of a sweep. Only a path leads to a run that is not the user's own,
     and only to read it. A copy of a run gets an identity of its own with `use="act"`. UsageError where this
-    is no run, or several, or none that may be used so. `among`: all runs under the root, where they are known
-    already.
+    is no run, or several, or none that may be used so, or a run of another version. `among`: all runs under
+    the root, where they are known already.
     """
     if not word.strip():
         raise UsageError("an empty word names no run; `hpcrun list` shows the runs")
     run, is_named_by_path = _look_up(word, root, among)
+    check_run_schema((run.sweep_of_element or run).path)
     if use != "read":
         require_own_run(run, is_named_by_path=is_named_by_path)
         require_run_identity(run)

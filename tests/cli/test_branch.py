@@ -171,7 +171,7 @@ def test_a_copied_sweep_has_elements_of_its_own(runs_root: Path) -> None:
     assert made.run_id != sweep.run_id
     assert {read_run_state(made.element(number)).state for number in (0, 1)} == {"interrupted"}
     torn = copy(RunDir(sweep.element(0).path), to="torn", root=runs_root)
-    with pytest.raises(UsageError, match=f"^{torn.path}: has no run_id in job.json"):
+    with pytest.raises(UsageError, match=f"^{torn.path}: has no schema version"):
         find_run("torn", use="act")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from hpcrun.cli.main import main
 from hpcrun.cli.terminal import escape_control_characters, escape_log_text, escape_to_one_line
+from hpcrun.specs.identity import RUN_SCHEMA_VERSION
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
@@ -41,10 +42,19 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def hostile(runs_root: Path) -> RunDir:
     """A run of which every word is hostile."""
     run = create_run("r")
-    words = dict.fromkeys(
+    words: dict[str, Any] = dict.fromkeys(
         ("user", "host", "directory", "hpcrun", "python", "commit", "cluster", "template"), ALL
     )
-    record = {**words, "kind": "train", "name": ALL, "ranks": 1, "steps": None, "created": 1.0, "argv": [ALL]}
+    record = {
+        **words,
+        "schema_version": RUN_SCHEMA_VERSION,
+        "kind": "train",
+        "name": ALL,
+        "ranks": 1,
+        "steps": None,
+        "created": 1.0,
+        "argv": [ALL],
+    }
     write_json(run.job, record)
     run.spec.write_text("name: r\ncommand: [./a]\n")
     attempt = run.attempt(1).create()

@@ -11,7 +11,7 @@ import pytest
 from hpcrun import errors
 from hpcrun.cli.main import main
 from hpcrun.errors import UsageError
-from hpcrun.specs.identity import RunIdentity
+from hpcrun.specs.identity import RUN_SCHEMA_VERSION, RunIdentity
 from hpcrun.specs.owner import is_private_directory
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import all_runs, create_run, find_run
@@ -184,7 +184,7 @@ def test_a_run_without_an_identity_is_read_and_not_acted_on(runs_root: Path, cap
         {"run_id": "A" * 32, "made_at": {}},
     )
     for record in records:
-        write_json(run.job, record)
+        write_json(run.job, record | {"schema_version": RUN_SCHEMA_VERSION})
         for words in (("train", "--resume", "old"), ("cancel", "old"), ("ckpt", "gc", "old")):
             assert call(*words) == 2
             out, err = capsys.readouterr()
