@@ -78,23 +78,23 @@ class ChunkReader:
         for fetched in self._fetch([(piece, place, into)]):
             self._prove(*fetched)
 
-    def read_all(self, wanted: Iterable[ChunkRead], then: Callable[[ChunkSpec, memoryview], None]) -> None:
+    def read_all(self, reads: Iterable[ChunkRead], then: Callable[[ChunkSpec, memoryview], None]) -> None:
         """Read many chunks, proved beside the reading of others, and hand each on when it is proved.
 
         Neighbours that are asked for one after the other are read together.
         """
         with ThreadPoolExecutor(1) as beside:
             pending = beside.submit(self._prove_all, [], then)
-            for run in _group_adjacent(wanted):
+            for run in _group_adjacent(reads):
                 fetched = self._fetch(run)
                 pending.result()
                 pending = beside.submit(self._prove_all, fetched, then)
             pending.result()
 
     def _prove_all(self, fetched: list[_FetchedChunk], then: Callable[[ChunkSpec, memoryview], None]) -> None:
-        for one in fetched:
-            self._prove(*one)
-            then(one[0], one[2])
+        for chunk in fetched:
+            self._prove(*chunk)
+            then(chunk[0], chunk[2])
 
     def _fetch(self, run: list[ChunkRead]) -> list[_FetchedChunk]:
         """Read chunks that lie one behind the other; what there was of each one's header and bytes."""
@@ -116,15 +116,15 @@ class ChunkReader:
             fetched.append((piece, place, into[: max(0, there - HEADER_BYTES)], header))
         return fetched
 
-    def _prove(self, piece: ChunkSpec, place: ChunkLocation, found: memoryview, header: memoryview) -> int:
+    def _prove(self, piece: ChunkSpec, place: ChunkLocation, data: memoryview, header: memoryview) -> int:
         """DamagedError unless this is the chunk that belongs there; its hash."""
         try:
             length, digest = unpack_header(bytes(header), CHUNK_FRAME, place, self.manifest.generation)
             if length != piece.size_bytes:
                 raise DamagedError(f"it holds {length} bytes, not {piece.size_bytes}")
-            if len(found) < length:
-                raise DamagedError(f"the file ends after {len(found)} of its {length} bytes")
-            if xxh3_64_intdigest(found) != digest:
+            if len(data) < length:
+                raise DamagedError(f"the file ends after {len(data)} of its {length} bytes")
+            if xxh3_64_intdigest(data) != digest:
                 raise DamagedError("its bytes do not match their hash")
         except DamagedError as error:
             wrong = DamagedError(f"{self._where(place)}: {piece}: {error}")
@@ -209,18 +209,18 @@ class ChunkReader:
             for piece, place in tensor.chunks:
                 self._part(place.part)
                 chunks[place.part].append((piece, place))
-        return [sorted(own, key=lambda one: one[1]) for own in chunks]
+        return [sorted(own, key=lambda item: item[1]) for own in chunks]
 
 
-def _group_adjacent(wanted: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
+def _group_adjacent(reads: Iterable[ChunkRead]) -> Iterator[list[ChunkRead]]:
     """Chunks that lie one behind the other, no more than are to be read at once."""
     run, size, following = list[ChunkRead](), 0, (0, 0)
-    for one in wanted:
-        _, place, into = one
+    for read in reads:
+        _, place, into = read
         if run and (place != following or size + len(into) > _RUN_BYTES or len(run) == _RUN_CHUNKS):
             yield run
             run, size = [], 0
-        run.append(one)
+        run.append(read)
         size += len(into)
         following = (place.part, place.at + HEADER_BYTES + align_size(len(into)))
     if run:

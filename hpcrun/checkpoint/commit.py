@@ -228,7 +228,7 @@ def _expired_saves(
 ) -> list[SavedCheckpoint]:
     committed = {saved.path.name: saved for saved in line}
     verdicts = _apply_rule(committed, checkpoints, rule, {path.name for path in damaged})
-    return [committed[one.key] for one in verdicts if not one.stays]
+    return [committed[verdict.key] for verdict in verdicts if not verdict.stays]
 
 
 def _apply_rule(
@@ -275,23 +275,23 @@ def find_garbage(
             )
             garbage.append(Garbage(path, why, _directory_size(path)))
     saves, unreadable = read_saved_checkpoints(checkpoints)
-    broken = [(one.path, problem) for one in saves if (problem := find_save_problem(one))]
-    broken += [(one.path, one.problem) for one in unreadable]
+    broken = [(save.path, problem) for save in saves if (problem := find_save_problem(save))]
+    broken += [(save.path, save.problem) for save in unreadable]
     broken += [
         (path, "it was set aside as damaged") for path in sorted(checkpoints.glob(f"{DAMAGED_PREFIX}*"))
     ]
     paths = {path for path, _ in broken}
     whole = [saved for saved in saves if saved.path not in paths]
-    found = sort_checkpoints(checkpoints, whole)
-    committed = {saved.path.name: saved for saved in found.line}
+    by_run = sort_checkpoints(checkpoints, whole)
+    committed = {saved.path.name: saved for saved in by_run.line}
     for verdict in _apply_rule(committed, checkpoints, RetentionRule(keep, keep_every), ()):
         if not verdict.stays:
             path = committed[verdict.key].path
             garbage.append(Garbage(path, verdict.why, _directory_size(path)))
-    left = [*(saved.path for saved in found.left), *sorted(checkpoints.glob(f"{LEFT_PREFIX}*"))]
+    left = [*(saved.path for saved in by_run.left), *sorted(checkpoints.glob(f"{LEFT_PREFIX}*"))]
     garbage += [Garbage(path, "of a branch that the run has left", _directory_size(path)) for path in left]
     why = "no save of this run: move it away, or import it"
-    kept += [SkippedGarbage(saved.path, why) for saved in found.strangers]
+    kept += [SkippedGarbage(saved.path, why) for saved in by_run.strangers]
     for path, problem in broken:
         if damaged and whole:
             garbage.append(Garbage(path, f"damaged: {problem}", _directory_size(path)))
@@ -313,4 +313,4 @@ def find_save_problem(saved: SavedCheckpoint | UnreadableCheckpoint) -> str | No
 
 
 def _directory_size(path: Path) -> int:
-    return sum(one.stat().st_size for one in path.rglob("*") if one.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

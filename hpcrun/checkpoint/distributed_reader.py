@@ -42,8 +42,8 @@ class DistributedReader(ChunkReader):
         assert plan.stamp is not None, "a plan of nothing"
         self.stamp = plan.stamp
         name = f"step {plan.stamp.step}, generation {plan.stamp.generation}"
-        parts = [one.part for one in plan.sources]
-        if [one.number for one in plan.sources] != list(range(plan.stamp.world_size)):
+        parts = [source.part for source in plan.sources]
+        if [source.number for source in plan.sources] != list(range(plan.stamp.world_size)):
             raise DamagedError(f"{name}: the plan does not have each of its {plan.stamp.world_size} parts")
         generation = bytes.fromhex(plan.stamp.generation)
         fetcher = _DistributedFetcher(plan, here, remote)

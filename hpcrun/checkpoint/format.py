@@ -178,8 +178,8 @@ def unpack_header(
     head, (check,) = bytes(data[: _HEADER.size]), _CHECK.unpack_from(data, _HEADER.size)
     if check != xxh3_64_intdigest(head):
         raise DamagedError(f"the header of the {what} is damaged")
-    magic, version, found, part, _, at, length, owner, digest = _HEADER.unpack(head)
-    if magic != _MAGIC or version != SAVE_FORMAT_VERSION or found != kind:
+    magic, version, generation_bytes, part, _, at, length, owner, digest = _HEADER.unpack(head)
+    if magic != _MAGIC or version != SAVE_FORMAT_VERSION or generation_bytes != kind:
         raise DamagedError(f"there is no header of a {what} of format {SAVE_FORMAT_VERSION}")
     if owner != generation:
         raise DamagedError(f"the {what} belongs to generation {owner.hex()}, not {generation.hex()}")
@@ -259,23 +259,25 @@ def iterate_frames(
 
 def render_tail(part: int, listed: Iterable[str], hashes: Iterable[int]) -> bytes:
     """A part's own list of its chunks; its length does not depend on the hashes."""
-    chunks = ",".join(f'{one},"{digest:016x}"]' for one, digest in zip(listed, hashes, strict=True))
+    chunks = ",".join(
+        f'{fields_json},"{digest:016x}"]' for fields_json, digest in zip(listed, hashes, strict=True)
+    )
     return f'{{"part":{part},"chunks":[{chunks}]}}'.encode()
 
 
 def parse_tail(data: bytes, part: int) -> list[tuple[ChunkSpec, ChunkLocation, int]]:
     """The chunks of a part with their hashes; DamagedError where it makes no sense."""
     try:
-        told = json.loads(data)
-        if told["part"] != part:
-            raise DamagedError(f"it is the tail of part {told['part']}, not {part}")
+        values = json.loads(data)
+        if values["part"] != part:
+            raise DamagedError(f"it is the tail of part {values['part']}, not {part}")
         return [
             (
                 ChunkSpec(name, dtype, tuple(shape), tuple(o), tuple(s)),
                 ChunkLocation(part, at),
                 int(digest, 16),
             )
-            for name, dtype, shape, o, s, at, digest in told["chunks"]
+            for name, dtype, shape, o, s, at, digest in values["chunks"]
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"the tail is no list of chunks ({error})") from None
@@ -309,13 +311,13 @@ def check_coverage(tensors: dict[str, TensorEntry]) -> None:
 
 def compute_structure_digest(tensors: dict[str, TensorEntry]) -> str:
     """The same for all states with these names, types and whole shapes, whatever their layout."""
-    told = sorted([name, tensor.dtype, list(tensor.shape)] for name, tensor in tensors.items())
-    return xxh3_64_hexdigest(json.dumps(told, separators=(",", ":")).encode())
+    signature = sorted([name, tensor.dtype, list(tensor.shape)] for name, tensor in tensors.items())
+    return xxh3_64_hexdigest(json.dumps(signature, separators=(",", ":")).encode())
 
 
 def render_tensors(tensors: dict[str, TensorEntry]) -> str:
     """The part of a manifest that stays the same for as long as the layout does."""
-    told = [
+    signature = [
         [
             name,
             tensor.dtype,
@@ -324,7 +326,7 @@ def render_tensors(tensors: dict[str, TensorEntry]) -> str:
         ]
         for name, tensor in tensors.items()
     ]
-    return json.dumps(told, separators=(",", ":"))
+    return json.dumps(signature, separators=(",", ":"))
 
 
 def render_manifest(
@@ -341,13 +343,13 @@ def render_manifest(
 def parse_manifest(data: bytes) -> Manifest:
     """A manifest, every tensor of which is wholly there; DamagedError otherwise."""
     try:
-        told = json.loads(data)
-        if told["format_version"] != SAVE_FORMAT_VERSION:
-            raise DamagedError(f"it is of format {told['format_version']}, not {SAVE_FORMAT_VERSION}")
-        parts = [Part(*row) for row in told["parts"]]
-        tensors = {row[0]: _parse_tensor(row) for row in told["tensors"]}
-        generation = bytes.fromhex(told["generation"])
-        layout = dict(told.get("layout", {}))
+        values = json.loads(data)
+        if values["format_version"] != SAVE_FORMAT_VERSION:
+            raise DamagedError(f"it is of format {values['format_version']}, not {SAVE_FORMAT_VERSION}")
+        parts = [Part(*row) for row in values["parts"]]
+        tensors = {row[0]: _parse_tensor(row) for row in values["tensors"]}
+        generation = bytes.fromhex(values["generation"])
+        layout = dict(values.get("layout", {}))
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedError(f"it is no manifest ({error})") from None
     check_coverage(tensors)

@@ -77,18 +77,18 @@ class OpenFileCache:
                 raise MissingFileError(f"{path}: is missing") from None
             except UntrustedFileError as error:
                 raise DamagedError(str(error)) from None
-        descriptor, wanted = self._descriptors[path], sum(map(len, buffers))
+        descriptor, needed = self._descriptors[path], sum(map(len, buffers))
         count = os.preadv(descriptor, buffers, at)
-        while 0 < count < wanted:  # one call gives 2 GiB at most, and some file systems less
+        while 0 < count < needed:  # one call gives 2 GiB at most, and some file systems less
             rest = [memoryview(buffer) for buffer in buffers]
             skip = count
             while skip >= len(rest[0]):
                 skip -= len(rest.pop(0))
             rest[0] = rest[0][skip:]
-            more = os.preadv(descriptor, rest, at + count)
-            if not more:
+            count_read = os.preadv(descriptor, rest, at + count)
+            if not count_read:
                 break
-            count += more
+            count += count_read
         return count
 
     def close(self) -> None:

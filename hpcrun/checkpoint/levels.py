@@ -110,24 +110,25 @@ class InventoryEntry:
         return asdict(self)
 
 
-def parse_set_members(told: Sequence[Any]) -> tuple[SetMember, ...]:
+def parse_set_members(members: Sequence[Any]) -> tuple[SetMember, ...]:
     """The members of an erasure set as another process tells of them."""
     return tuple(
-        SetMember(one["node"], tuple((number, Part(**part)) for number, part in one["parts"])) for one in told
+        SetMember(member["node"], tuple((number, Part(**part)) for number, part in member["parts"]))
+        for member in members
     )
 
 
 def parse_inventory_entry(
-    told: dict[str, Any], members: Callable[[Sequence[Any]], tuple[SetMember, ...]] = parse_set_members
+    values: dict[str, Any], members: Callable[[Sequence[Any]], tuple[SetMember, ...]] = parse_set_members
 ) -> InventoryEntry:
     """A holding as another process tells of it; ValueError where it makes no sense."""
     try:
-        parity = told["parity"]
+        parity = values["parity"]
         return InventoryEntry(
-            GenerationId(**told["stamp"]),
-            told["level"],
-            told["node"],
-            tuple(HeldPart(**{**one, "part": Part(**one["part"])}) for one in told["parts"]),
+            GenerationId(**values["stamp"]),
+            values["level"],
+            values["node"],
+            tuple(HeldPart(**{**held, "part": Part(**held["part"])}) for held in values["parts"]),
             None
             if parity is None
             else HeldParity(

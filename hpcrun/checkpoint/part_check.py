@@ -47,27 +47,29 @@ def find_damaged_parts(
     holdings: Iterable[InventoryEntry], generations: Collection[str]
 ) -> dict[DamagedPart, str]:
     """The parts of these generations that do not prove themselves, and what is wrong with each."""
-    found = dict[DamagedPart, str]()
-    for one in holdings:
-        for held in one.parts if one.stamp.generation in generations else ():
+    damages = dict[DamagedPart, str]()
+    for entry in holdings:
+        for held in entry.parts if entry.stamp.generation in generations else ():
             try:
-                verify_part(held, bytes.fromhex(one.stamp.generation), shared=one.level not in NODE_LEVELS)
+                verify_part(
+                    held, bytes.fromhex(entry.stamp.generation), shared=entry.level not in NODE_LEVELS
+                )
             except DamagedError as error:
-                found[held.path, one.stamp.generation, held.number] = str(error)
-    return found
+                damages[held.path, entry.stamp.generation, held.number] = str(error)
+    return damages
 
 
 def exclude_damaged_parts(
     holdings: Iterable[InventoryEntry], damages: Mapping[DamagedPart, str]
 ) -> list[InventoryEntry]:
     """The holdings as if these parts were not there; what parity or another level has takes their place."""
-    found = []
-    for one in holdings:
-        name = one.stamp.generation
-        parts = tuple(held for held in one.parts if (held.path, name, held.number) not in damages)
-        if parts or one.parity is not None:
-            found.append(one if len(parts) == len(one.parts) else replace(one, parts=parts))
-    return found
+    problems = []
+    for entry in holdings:
+        name = entry.stamp.generation
+        parts = tuple(held for held in entry.parts if (held.path, name, held.number) not in damages)
+        if parts or entry.parity is not None:
+            problems.append(entry if len(parts) == len(entry.parts) else replace(entry, parts=parts))
+    return problems
 
 
 class _PartVerifier:
@@ -94,8 +96,8 @@ class _PartVerifier:
         return parse_tail(bytes(data), self._held.number)
 
     def check_chunk(self, piece: ChunkSpec, place: ChunkLocation, digest: int) -> None:
-        length, told = self._header(CHUNK_FRAME, place.at)
-        if length != piece.size_bytes or told != digest:
+        length, stated = self._header(CHUNK_FRAME, place.at)
+        if length != piece.size_bytes or stated != digest:
             raise DamagedError(f"{piece}: is not the chunk that the tail lists")
         if length > len(self._buffer):
             self._buffer = memoryview(bytearray(length))

@@ -10,6 +10,7 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.typed_json import WrongValue, parse_typed
 
 _CHECK = "check"
 
@@ -23,17 +24,17 @@ class PartRecord:
     part: Part
 
 
-def render_checksummed(told: dict[str, Any]) -> str:
-    """A value as JSON, with a hash of itself."""
-    return json.dumps(told | {_CHECK: _json_hash(told)}) + "\n"
+def render_checksummed(values: dict[str, Any]) -> str:
+    """A record as JSON, with a hash of itself."""
+    return json.dumps(values | {_CHECK: _json_hash(values)}) + "\n"
 
 
-def parse_checksummed(told: Any) -> dict[str, Any]:
-    """What render_checked was given, out of the JSON value; ValueError where it does not match its hash."""
-    if not isinstance(told, dict) or _CHECK not in told:
-        raise ValueError("no record")
-    rest = {key: value for key, value in told.items() if key != _CHECK}
-    if told[_CHECK] != _json_hash(rest):
+def parse_checksummed(value: Any) -> dict[str, Any]:
+    """The values that render_checksummed was given; ValueError if they do not match their hash."""
+    if not isinstance(value, dict) or _CHECK not in value:
+        raise ValueError("not a record")
+    rest = {key: entry for key, entry in value.items() if key != _CHECK}
+    if value[_CHECK] != _json_hash(rest):
         raise ValueError("the record does not match the hash in it")
     return rest
 
@@ -43,14 +44,13 @@ def render_part_record(record: PartRecord) -> str:
     return render_checksummed(asdict(record))
 
 
-def parse_part_record(told: Any) -> PartRecord:
-    """From the JSON value of a record; ValueError where it is none."""
-    rest = parse_checksummed(told)
+def parse_part_record(value: Any) -> PartRecord:
+    """From the JSON value of a record; ValueError if it is not one."""
     try:
-        return PartRecord(GenerationId(**rest["stamp"]), rest["number"], Part(**rest["part"]))
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no record of a part: {error}") from None
+        return parse_typed(PartRecord, parse_checksummed(value))
+    except WrongValue as error:
+        raise ValueError(f"not a part record: {error}") from None
 
 
-def _json_hash(told: dict[str, Any]) -> str:
-    return xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
+def _json_hash(values: dict[str, Any]) -> str:
+    return xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())

@@ -14,6 +14,7 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, SetMember
+from hpcrun.typed_json import WrongValue, parse_typed
 
 SHARED_NODE = ""
 """The node of what lies on a file system that all nodes see."""
@@ -84,8 +85,8 @@ class RestorePlan:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, the digest of all others among them."""
-        told: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return told | {"digest": _plan_digest(told)}
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return values | {"digest": _plan_digest(values)}
 
     @property
     def digest(self) -> str:
@@ -93,49 +94,25 @@ class RestorePlan:
         return str(self.as_json()["digest"])
 
 
-def parse_restore_plan(told: Mapping[str, Any]) -> RestorePlan:
-    """A plan as it was written; ValueError where it makes no sense, or is not what its digest says."""
+def parse_restore_plan(values: Mapping[str, Any]) -> RestorePlan:
+    """A plan as it was written; ValueError if it is malformed or does not match its digest."""
+    plan_values = {name: value for name, value in values.items() if name != "digest"}
     try:
-        values = dict(told)
-        if values.pop("digest") != _plan_digest(values):
-            raise ValueError("the plan of the restore does not match its digest")
-        stamp = values.pop("stamp")
-        known: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-        }
-        known["stamp"] = None if stamp is None else GenerationId(**stamp)
-        known["sources"] = tuple(_parse_source(one) for one in values["sources"])
-        known["rebuilds"] = tuple(parse_rebuild_order(one) for one in values["rebuilds"])
-        return RestorePlan(**known)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no plan of a restore: {error}") from None
+        if values["digest"] != _plan_digest(plan_values):
+            raise ValueError("the restore plan does not match its digest")
+        return parse_typed(RestorePlan, plan_values)
+    except (KeyError, WrongValue) as error:
+        raise ValueError(f"not a restore plan: {error}") from None
 
 
-def parse_rebuild_order(told: Mapping[str, Any]) -> RebuildOrder:
-    """An order to rebuild as another process sends it; ValueError where it makes no sense."""
+def parse_rebuild_order(values: Mapping[str, Any]) -> RebuildOrder:
+    """A rebuild order as another process sends it; ValueError if it is malformed."""
     try:
-        members = tuple(
-            SetMember(one["node"], tuple((number, Part(**part)) for number, part in one["parts"]))
-            for one in told["members"]
-        )
-        survivors = tuple(
-            SurvivingMember(
-                **{**one, "parts": tuple(map(_parse_source, one["parts"])), "hashes": tuple(one["hashes"])}
-            )
-            for one in told["survivors"]
-        )
-        lost = tuple(told["lost"])
-        return RebuildOrder(
-            GenerationId(**told["stamp"]), told["node"], members, told["parity"], lost, survivors
-        )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"no order to rebuild: {error}") from None
+        return parse_typed(RebuildOrder, dict(values))
+    except WrongValue as error:
+        raise ValueError(f"not a rebuild order: {error}") from None
 
 
-def _parse_source(told: Mapping[str, Any]) -> PartSource:
-    return PartSource(**{**told, "part": Part(**told["part"])})
-
-
-def _plan_digest(told: Mapping[str, Any]) -> str:
-    known = {one.name: told[one.name] for one in fields(RestorePlan)}
-    return xxh3_64_hexdigest(json.dumps(known, sort_keys=True, separators=(",", ":")).encode())
+def _plan_digest(values: Mapping[str, Any]) -> str:
+    declared = {field.name: values[field.name] for field in fields(RestorePlan)}
+    return xxh3_64_hexdigest(json.dumps(declared, sort_keys=True, separators=(",", ":")).encode())

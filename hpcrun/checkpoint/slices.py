@@ -61,12 +61,18 @@ def _find_overlap(shape: tuple[int, ...], boxes: list[TensorSlice]) -> str | Non
     active: list[TensorSlice] = []
     for box in sorted(boxes, key=lambda box: box.offsets[sweep]):
         begin = box.offsets[sweep]
-        active = [one for one in active if one.offsets[sweep] + one.sizes[sweep] > begin]
-        for one in active:
+        active = [
+            active_slice
+            for active_slice in active
+            if active_slice.offsets[sweep] + active_slice.sizes[sweep] > begin
+        ]
+        for active_slice in active:
             if all(
                 a < b + t and b < a + s
-                for a, s, b, t in zip(one.offsets, one.sizes, box.offsets, box.sizes, strict=True)
+                for a, s, b, t in zip(
+                    active_slice.offsets, active_slice.sizes, box.offsets, box.sizes, strict=True
+                )
             ):
-                return f"boxes at {list(one.offsets)} and {list(box.offsets)} overlap"
+                return f"boxes at {list(active_slice.offsets)} and {list(box.offsets)} overlap"
         active.append(box)
     return None

@@ -29,12 +29,12 @@ def find_generation_damages(
         with lock:
             progress(size)
 
-    def look(one: tuple[int, list[tuple[ChunkSpec, ChunkLocation]]]) -> list[str]:
-        return list(generation.damages_of_part(*one, told))
+    def look(part: tuple[int, list[tuple[ChunkSpec, ChunkLocation]]]) -> list[str]:
+        return list(generation.damages_of_part(*part, told))
 
     parts = list(enumerate(generation.chunks_by_part()))
     if min(jobs, len(parts)) <= 1:
-        return [damage for one in parts for damage in look(one)]
+        return [damage for part in parts for damage in look(part)]
     with ThreadPoolExecutor(jobs) as threads:
-        found = threads.map(look, parts)
-        return [damage for one in found for damage in one]
+        damages = threads.map(look, parts)
+        return [damage for damages_of_part in damages for damage in damages_of_part]

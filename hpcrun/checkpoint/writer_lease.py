@@ -53,13 +53,13 @@ class WriterRecord:
     def here(cls, checkpoints: Path, life: tuple[str, int]) -> WriterRecord:
         """This process."""
         pid = os.getpid()
-        told: dict[str, Any] = {"pid": pid, "started": _process_start(pid) or "", "user": user_name()}
+        record: dict[str, Any] = {"pid": pid, "started": _process_start(pid) or "", "user": user_name()}
         where: dict[str, Any] = {
             "host": os.uname().nodename,
             "boot": _boot_id(),
             "place": locate_directory(checkpoints),
         }
-        return cls(secrets.token_hex(16), **told, **where, life=life[0], turn=life[1])
+        return cls(secrets.token_hex(16), **record, **where, life=life[0], turn=life[1])
 
     @property
     def who(self) -> str:
@@ -204,8 +204,8 @@ def _read_writer_record(path: Path) -> WriterRecord | str | None:
     except UntrustedFileError as error:
         raise UsageError(str(error)) from None
     try:
-        told = json.loads(text)
-        return WriterRecord(**{**told, "place": DirectoryLocation(**told["place"])})
+        record = json.loads(text)
+        return WriterRecord(**{**record, "place": DirectoryLocation(**record["place"])})
     except (ValueError, TypeError, KeyError):
         return text
 

@@ -93,7 +93,10 @@ def choose_pool(spec: DurableSpec, default: FileLayout | None, size_bytes: int) 
     """The pool in which a file of this size will mostly lie: the job's, else the directory's."""
     if spec.pool is not None or default is None:
         return spec.pool
-    return max(default.components, key=lambda one: _bytes_in_component(one.start, one.end, size_bytes)).pool
+    return max(
+        default.components,
+        key=lambda component: _bytes_in_component(component.start, component.end, size_bytes),
+    ).pool
 
 
 def select_usable_osts(
@@ -102,19 +105,19 @@ def select_usable_osts(
     """The OSTs that take new files, and in words why others are avoided; degraded ones only if need be."""
     why: dict[str, list[int]] = {}
     good, degraded = list[LustreTarget](), list[LustreTarget]()
-    for one in osts:
-        if one.index in avoid:
-            why.setdefault("out of space in this save", []).append(one.index)
-        elif one.problem is not None:
-            why.setdefault(f"silent ({one.problem})", []).append(one.index)
-        elif found := [words for flag, words in _UNUSABLE_FLAGS.items() if flag in one.flags]:
-            why.setdefault(", ".join(found), []).append(one.index)
-        elif "D" in one.flags:
-            degraded.append(one)
+    for ost in osts:
+        if ost.index in avoid:
+            why.setdefault("out of space in this save", []).append(ost.index)
+        elif ost.problem is not None:
+            why.setdefault(f"silent ({ost.problem})", []).append(ost.index)
+        elif problems := [words for flag, words in _UNUSABLE_FLAGS.items() if flag in ost.flags]:
+            why.setdefault(", ".join(problems), []).append(ost.index)
+        elif "D" in ost.flags:
+            degraded.append(ost)
         else:
-            good.append(one)
+            good.append(ost)
     if good and degraded:
-        why["degraded"] = [one.index for one in degraded]
+        why["degraded"] = [ost.index for ost in degraded]
     reasons = [f"OST {_format_ranges(indices)} avoided: {words}" for words, indices in why.items()]
     return (good or degraded), reasons
 
@@ -171,12 +174,12 @@ def _default_layout_fits(
     if not good:
         return False
     shares = [
-        _bytes_in_component(one.start, one.end, size)
-        / (one.stripes if one.stripes > 0 else len(good) if one.stripes else 1)
-        for one in default.components
-        if "mdt" not in one.pattern
+        _bytes_in_component(component.start, component.end, size)
+        / (component.stripes if component.stripes > 0 else len(good) if component.stripes else 1)
+        for component in default.components
+        if "mdt" not in component.pattern
     ]
-    return max(shares, default=0) * _MARGIN <= min(one.free for one in good)
+    return max(shares, default=0) * _MARGIN <= min(ost.free for ost in good)
 
 
 def _choose_stripe_count(
@@ -221,7 +224,7 @@ def _balance_stripes(count: int, writers: int) -> int:
     """At most as many stripes, so that each writer has as many OSTs, or each OST as many writers."""
     if count >= writers:
         return count - count % writers
-    return max(one for one in range(1, count + 1) if writers % one == 0)
+    return max(divisor for divisor in range(1, count + 1) if writers % divisor == 0)
 
 
 def _fit_to_free_space(
@@ -236,36 +239,36 @@ def _fit_to_free_space(
     """Other stripes, or chosen OSTs, where what is free asks for it."""
     if overstriped and good:
         share = need.size_bytes / count * -(-count // len(good)) * _MARGIN
-        found = (count, share) if all(one.free >= share for one in good) else None
+        choice = (count, share) if all(ost.free >= share for ost in good) else None
     else:
-        found = _stripes_with_room(need.size_bytes, count, good)
-    if found is None:
+        choice = _stripes_with_room(need.size_bytes, count, good)
+    if choice is None:
         reasons.append(f"no choice of {len(good)} OSTs has room for {format_bytes(need.size_bytes)}")
         return _make_striping(need, count, overstriped, pool, (), False, reasons)
-    first, (count, share) = count, found
-    roomy = [one for one in good if one.free >= share]
+    first, (count, share) = count, choice
+    roomy = [ost for ost in good if ost.free >= share]
     if count != min(first, len(good)) and not overstriped:
         reasons.append(f"{count} stripes rather than {first}, so that each OST has room for its share")
     # Targets with a flag the file system avoids by itself, and it balances better than anybody from outside.
     if overstriped or (len(roomy) == len(good) and not must_choose):
         return _make_striping(need, count, overstriped, pool, (), True, reasons)
     if len(roomy) < len(good):
-        small = [one.index for one in good if one not in roomy]
+        small = [ost.index for ost in good if ost not in roomy]
         reasons.append(f"OST {_format_ranges(small)} avoided: less than {format_bytes(share)} free")
     at = need.number * count
-    ring = sorted(one.index for one in roomy)
+    ring = sorted(ost.index for ost in roomy)
     chosen = sorted({ring[(at + step) % len(ring)] for step in range(count)})
     reasons.append(f"on OST {_format_ranges(chosen)} of the {len(ring)} that have room")
     return _make_striping(need, count, False, pool, tuple(chosen), True, reasons)
 
 
-def _stripes_with_room(size: int, wanted: int, good: Sequence[LustreTarget]) -> tuple[int, float] | None:
+def _stripes_with_room(size: int, max_count: int, good: Sequence[LustreTarget]) -> tuple[int, float] | None:
     """(stripes, what an OST needs for one): as many as wanted, else more, else fewer; None: all too many."""
     most = min(len(good), MAX_PLANNED_STRIPES)
-    wanted = min(wanted, most)
-    for count in (*range(max(1, wanted), most + 1), *range(wanted - 1, 0, -1)):
+    max_count = min(max_count, most)
+    for count in (*range(max(1, max_count), most + 1), *range(max_count - 1, 0, -1)):
         share = size / count * _MARGIN
-        if sum(one.free >= share for one in good) >= count:
+        if sum(ost.free >= share for ost in good) >= count:
             return count, share
     return None
 

@@ -72,12 +72,12 @@ class FileLayout:
         return "; ".join(
             (
                 "on the metadata server"
-                if "mdt" in one.pattern
-                else f"{_format_stripes(one.stripes)} of {one.stripe_bytes >> 10} KiB"
+                if "mdt" in component.pattern
+                else f"{_format_stripes(component.stripes)} of {component.stripe_bytes >> 10} KiB"
             )
-            + (f" in pool {one.pool}" if one.pool else "")
-            + (f" up to {one.end >> 10} KiB" if one.end is not None else "")
-            for one in self.components
+            + (f" in pool {component.pool}" if component.pool else "")
+            + (f" up to {component.end >> 10} KiB" if component.end is not None else "")
+            for component in self.components
         )
 
 
@@ -119,13 +119,13 @@ def parse_getstripe(text: str) -> FileLayout:
     import yaml
 
     try:
-        told = yaml.load(text, Loader=yaml.BaseLoader)
-        if not isinstance(told, dict):
+        document = yaml.load(text, Loader=yaml.BaseLoader)
+        if not isinstance(document, dict):
             raise ValueError("no mapping")
-        if "lcm_entry_count" not in told and "lcm_layout_gen" not in told:
-            return FileLayout((_parse_component(told, 0, None),))
-        entries = told.get("components") or [
-            told[key] for key in told if re.fullmatch(r"component\d+", key, re.A)
+        if "lcm_entry_count" not in document and "lcm_layout_gen" not in document:
+            return FileLayout((_parse_component(document, 0, None),))
+        entries = document.get("components") or [
+            document[key] for key in document if re.fullmatch(r"component\d+", key, re.A)
         ]
         components = tuple(_parse_layout_entry(entry) for entry in entries)
         if not components:
@@ -143,9 +143,9 @@ def _parse_layout_entry(entry: dict[str, Any]) -> LayoutComponent:
     )
 
 
-def _parse_component(told: dict[str, Any], start: int, end: int | None) -> LayoutComponent:
+def _parse_component(values: dict[str, Any], start: int, end: int | None) -> LayoutComponent:
     """A plain layout; of a directory its keys lack the prefix."""
-    plain = {key.removeprefix("lmm_"): value for key, value in told.items()}
+    plain = {key.removeprefix("lmm_"): value for key, value in values.items()}
     return LayoutComponent(
         start,
         end,
@@ -153,28 +153,26 @@ def _parse_component(told: dict[str, Any], start: int, end: int | None) -> Layou
         int(plain.get("stripe_size") or plain.get("extension_size") or 0),
         str(plain.get("pattern", "raid0")),
         plain.get("pool") or None,
-        tuple(int(one["l_ost_idx"]) for one in plain.get("objects") or ()),
+        tuple(int(obj["l_ost_idx"]) for obj in plain.get("objects") or ()),
     )
 
 
 def parse_lfs_df(text: str, unit: int = 1) -> list[LustreTarget]:
     """What `lfs df` prints without -h, each figure times `unit`; LfsError where there is no target at all."""
-    found = []
+    rows = []
     for line in text.splitlines():
         words, target = line.split(), _TARGET.search(line)
         silent = _SILENT.match(line.strip())
         if target and len(words) >= 6 and all(word.isdigit() for word in words[1:4]):
             kind: Literal["OST", "MDT"] = "OST" if target[1] == "OST" else "MDT"
             flags = (target[3] or "").replace("f", "")
-            found.append(
-                LustreTarget(kind, int(target[2]), int(words[1]) * unit, int(words[3]) * unit, flags)
-            )
+            rows.append(LustreTarget(kind, int(target[2]), int(words[1]) * unit, int(words[3]) * unit, flags))
         elif silent:
             kind = "OST" if silent[1] == "OST" else "MDT"
-            found.append(LustreTarget(kind, int(silent[2], 16), 0, 0, problem=silent[3]))
-    if not found:
+            rows.append(LustreTarget(kind, int(silent[2], 16), 0, 0, problem=silent[3]))
+    if not rows:
         raise LfsError(f"`lfs df` printed no target: {' '.join(text.split())[:80]!r}")
-    return found
+    return rows
 
 
 def parse_lfs_quota(text: str) -> LustreQuota:
@@ -261,8 +259,8 @@ class LfsClient:
         except SiteError as error:
             raise LfsError(str(error)) from None
         if done.exit_code and not (in_part and done.stdout.strip()):
-            said = " ".join((done.stderr.strip() or done.stdout.strip() or "it printed nothing").split())
-            raise LfsError(f"`lfs {' '.join(words)}`: {said[:200]}", done.exit_code)
+            output = " ".join((done.stderr.strip() or done.stdout.strip() or "it printed nothing").split())
+            raise LfsError(f"`lfs {' '.join(words)}`: {output[:200]}", done.exit_code)
         return done.stdout
 
 

@@ -33,13 +33,13 @@ def parse_ost_list(text: str) -> list[int]:
     """The indices of a list such as 1,2-4,7."""
     if not _OSTS.fullmatch(text):
         raise ValueError(f"{text!r} is no list of OSTs, such as 1,2-4,7")
-    found: list[int] = []
+    columns: list[int] = []
     for piece in text.split(","):
         first, _, last = piece.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    if not found or len(set(found)) != len(found):
+        columns += range(int(first), int(last or first) + 1)
+    if not columns or len(set(columns)) != len(columns):
         raise ValueError(f"{text!r} is no list of different OSTs")
-    return found
+    return columns
 
 
 def _integer_between(least: int, most: int) -> Callable[[str], None]:
@@ -212,15 +212,15 @@ def _parse_options(verb: LfsVerb, word: str, rest: list[str]) -> list[tuple[str,
         if option.value is None and equals:
             raise ValueError(f"{name} takes no value")
         return [(option.names[0], _take_value(option, value if equals else None, rest))]
-    found = []
+    matches = []
     letters = word[1:]
     while letters:
         option = _find_option(verb, f"-{letters[0]}")
         letters = letters[1:]
-        found.append((option.names[0], _take_value(option, letters or None, rest)))
+        matches.append((option.names[0], _take_value(option, letters or None, rest)))
         if option.value is not None:
             break
-    return found
+    return matches
 
 
 def _find_option(verb: LfsVerb, name: str) -> LfsOption:

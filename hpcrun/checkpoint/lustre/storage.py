@@ -80,7 +80,7 @@ class StoragePlan:
     @property
     def refusal(self) -> str | None:
         """Why no save can succeed there; None where one can, or nobody knows."""
-        return next((one.text for one in self.findings if one.level == "refused"), None)
+        return next((finding.text for finding in self.findings if finding.level == "refused"), None)
 
     def as_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
@@ -89,14 +89,14 @@ class StoragePlan:
 
 def parse_mounts(text: str) -> list[MountEntry]:
     """The lines of /proc/self/mountinfo, in order."""
-    found = []
+    findings = []
     for line in text.splitlines():
         before, _, after = line.partition(" - ")
         fields, rest = before.split(), after.split()
         if len(fields) > 4 and len(rest) > 1:
             point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-            found.append(MountEntry(rest[0], Path(point), rest[1]))
-    return found
+            findings.append(MountEntry(rest[0], Path(point), rest[1]))
+    return findings
 
 
 def find_mount(path: Path, mountinfo: Path = MOUNTINFO) -> MountEntry:
@@ -209,7 +209,7 @@ class CheckpointStorage:
         place = _nearest_existing(directory or self._directory)
         default = self._lfs.default_layout(place)
         pool = choose_pool(self._spec, default, need.size_bytes)
-        osts = [one for one in self._lfs.space(place, pool) if one.kind == "OST"]
+        osts = [target for target in self._lfs.space(place, pool) if target.kind == "OST"]
         return plan_striping(need, self._spec, default, osts, avoid), osts
 
     def _give_up(self, error: LfsError, asking: bool = False) -> None:
@@ -228,8 +228,8 @@ class CheckpointStorage:
         if self._may_ask:
             try:
                 striping, osts = self.plan(file)
-                asked = " ".join(striping.arguments)
-                layout = f"lfs setstripe {asked}" if asked else "as the directory has it"
+                requested = " ".join(striping.arguments)
+                layout = f"lfs setstripe {requested}" if requested else "as the directory has it"
                 reasons = striping.reasons
                 findings += check_ost_space(osts, striping, need, self._spec.pool)
                 has_space = True
@@ -239,7 +239,7 @@ class CheckpointStorage:
                 findings.append(StorageFinding("warning", f"what Lustre would tell is unknown: {error}"))
         if not has_space:
             findings += check_total_space(os.statvfs(_nearest_existing(self._directory)), need)
-        if not any("quota" in one.text for one in findings):
+        if not any("quota" in finding.text for finding in findings):
             findings.append(
                 StorageFinding("unknown", f"quota: not known on {self.mount.kind or 'this file system'}")
             )
@@ -252,8 +252,12 @@ class CheckpointStorage:
         return StoragePlan(self._directory, self.mount.kind or "unknown", layout, reasons, tuple(findings))
 
     def _inodes(self, need: SaveRequirement) -> list[StorageFinding]:
-        free = [one for one in self._lfs.inodes(_nearest_existing(self._directory)) if one.problem is None]
-        metadata = [one.free for one in free if one.kind == "MDT"]
+        free = [
+            target
+            for target in self._lfs.inodes(_nearest_existing(self._directory))
+            if target.problem is None
+        ]
+        metadata = [target.free for target in free if target.kind == "MDT"]
         if not metadata:
             return [StorageFinding("unknown", "inodes: no metadata server answered")]
         return [_check_free_space("inodes", sum(metadata), need.save_files, need.saves, str)]
@@ -262,21 +266,21 @@ class CheckpointStorage:
         place = _nearest_existing(self._directory)
         owner = place.stat()
         project = self._project(place)
-        asked: list[tuple[Literal["user", "group", "project"], int]] = [
+        quotas: list[tuple[Literal["user", "group", "project"], int]] = [
             ("user", os.getuid()),
             ("group", owner.st_gid if owner.st_mode & 0o2000 else os.getgid()),
         ]
         if project:
-            asked.append(("project", project))
+            quotas.append(("project", project))
         findings = []
-        for kind, number in asked:
+        for kind, number in quotas:
             try:
-                found = check_quota_space(kind, self._lfs.quota(place, kind, number), need)
+                finding = check_quota_space(kind, self._lfs.quota(place, kind, number), need)
             except LfsError as error:
                 if error.number != errno.ESRCH:
                     raise
-                found = [StorageFinding("ok", f"quota of the {kind}: there are none here")]
-            findings += found
+                finding = [StorageFinding("ok", f"quota of the {kind}: there are none here")]
+            findings += finding
         return findings
 
     def _project(self, place: Path) -> int:
@@ -300,7 +304,7 @@ def check_ost_space(
     findings = [
         _check_free_space(
             "space",
-            sum(one.free for one in good),
+            sum(target.free for target in good),
             need.save_bytes,
             need.saves,
             format_bytes,
@@ -309,7 +313,7 @@ def check_ost_space(
     ]
     findings += [StorageFinding("warning", text) for text in why if "silent" in text or "degraded" in text]
     if striping.fits is False:
-        least = min((one.free for one in good), default=0)
+        least = min((target.free for target in good), default=0)
         findings.append(
             StorageFinding(
                 "refused",
@@ -319,15 +323,15 @@ def check_ost_space(
     return findings
 
 
-def check_total_space(found: os.statvfs_result, need: SaveRequirement) -> list[StorageFinding]:
+def check_total_space(status: os.statvfs_result, need: SaveRequirement) -> list[StorageFinding]:
     """Whether saves fit on a file system that only tells its totals."""
-    if found.f_blocks:
-        free = found.f_bavail * found.f_frsize
+    if status.f_blocks:
+        free = status.f_bavail * status.f_frsize
         findings = [_check_free_space("space", free, need.save_bytes, need.saves, format_bytes)]
     else:
         findings = [StorageFinding("unknown", "space: this file system does not count it")]
-    if found.f_files:
-        findings.append(_check_free_space("inodes", found.f_favail, need.save_files, need.saves, str))
+    if status.f_files:
+        findings.append(_check_free_space("inodes", status.f_favail, need.save_files, need.saves, str))
     else:
         findings.append(StorageFinding("unknown", "inodes: this file system does not count them"))
     return findings
@@ -345,12 +349,12 @@ def check_quota_space(kind: str, quota: LustreQuota, need: SaveRequirement) -> l
         if hard is None and soft is None:
             findings.append(StorageFinding("ok", f"{name}: no limit"))
             continue
-        found = StorageFinding("ok", "")
+        worst = StorageFinding("ok", "")
         if hard is not None:
-            found = _check_free_space(name, max(0, hard - used), each, need.saves, shown)
-        if soft is not None and used + each * need.saves > soft and found.level == "ok":
-            found = StorageFinding("warning", f"{name}: {shown(soft)} are exceeded for a grace time only")
-        findings.append(found if found.text else StorageFinding("ok", f"{name}: below {shown(soft or 0)}"))
+            worst = _check_free_space(name, max(0, hard - used), each, need.saves, shown)
+        if soft is not None and used + each * need.saves > soft and worst.level == "ok":
+            worst = StorageFinding("warning", f"{name}: {shown(soft)} are exceeded for a grace time only")
+        findings.append(worst if worst.text else StorageFinding("ok", f"{name}: below {shown(soft or 0)}"))
     if not quota.is_exact:
         findings.append(
             StorageFinding("unknown", f"quota of the {kind}: a server is silent; more is used than said")
@@ -377,7 +381,7 @@ def _file_requirement(path: Path, size_bytes: int, files: int, writers: int) -> 
 def _nearest_existing(path: Path) -> Path:
     """A directory, or the nearest above it that exists: at submission the run directory may not."""
     place = path.resolve()
-    return next((one for one in (place, *place.parents) if one.is_dir()), place)
+    return next((parent for parent in (place, *place.parents) if parent.is_dir()), place)
 
 
 def make_storage_plan(

@@ -81,8 +81,10 @@ class ObjectCopy:
     @property
     def stamp(self) -> GenerationId:
         """Which state it is of."""
-        one = self.saved
-        return GenerationId(one.generation, one.step, one.position, one.world_size, one.attempt, one.descent)
+        saved = self.saved
+        return GenerationId(
+            saved.generation, saved.step, saved.position, saved.world_size, saved.attempt, saved.descent
+        )
 
 
 class BrokenObjectCopy(NamedTuple):
@@ -97,8 +99,8 @@ def split_into_objects(size_bytes: int, least: int = MIN_OBJECT_BYTES) -> list[F
 
     Always the same for a size, so that an upload that was interrupted finds its own objects.
     """
-    wanted = min(4 * least, max(least, size_bytes // _TARGET_OBJECT_COUNT))
-    count = max(1, size_bytes // wanted)
+    target = min(4 * least, max(least, size_bytes // _TARGET_OBJECT_COUNT))
+    count = max(1, size_bytes // target)
     each = size_bytes // count // PART_ALIGN * PART_ALIGN
     ends = [each * number for number in range(1, count)] + [size_bytes]
     return [FileExtent(number, each * number, end - each * number) for number, end in enumerate(ends)]
@@ -131,23 +133,27 @@ def data_object_name(number: int, extent: int, xxh3: str) -> str:
 
 def render_object_index(generation: str, number: int, objects: list[StoredObject]) -> bytes:
     """The index of a data file, with a hash of itself."""
-    told = {"generation": generation, "file": number, "objects": [list(one) for one in objects]}
-    return (json.dumps(told | {"check": _index_hash(told)}) + "\n").encode()
+    index = {"generation": generation, "file": number, "objects": [list(stored) for stored in objects]}
+    return (json.dumps(index | {"check": _index_hash(index)}) + "\n").encode()
 
 
 def parse_object_index(data: bytes, generation: str, number: int) -> list[StoredObject]:
     """The objects of a data file in order; DamagedError where they do not make it up."""
     try:
-        told = json.loads(data)
-        check = told.pop("check")
-        objects = [StoredObject(*row) for row in told["objects"]]
-        if check != _index_hash(told) or (told["generation"], told["file"]) != (generation, number):
+        values = json.loads(data)
+        check = values.pop("check")
+        objects = [StoredObject(*row) for row in values["objects"]]
+        if check != _index_hash(values) or (values["generation"], values["file"]) != (generation, number):
             raise DamagedError("is not the index of this file, or is damaged")
         end = 0
-        for at, one in enumerate(objects):
-            if one.name != data_object_name(number, at, one.xxh3) or one.start != end or one.size_bytes < 0:
-                raise DamagedError(f"names {one.name!r} at {one.start}, which does not belong there")
-            end += one.size_bytes
+        for at, stored in enumerate(objects):
+            if (
+                stored.name != data_object_name(number, at, stored.xxh3)
+                or stored.start != end
+                or stored.size_bytes < 0
+            ):
+                raise DamagedError(f"names {stored.name!r} at {stored.start}, which does not belong there")
+            end += stored.size_bytes
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"is no index ({error})") from None
     return objects
@@ -161,21 +167,21 @@ def list_generation_copies(
     One listing, and their small records; only those of the `newest` steps where that is given.
     """
     place = run_key_prefix(run_id)
-    found = _group_by_generation(store, place)
-    committed = [(key, names) for key, names in found.items() if COMMIT_RECORD in names]
+    by_generation = _group_by_generation(store, place)
+    committed = [(key, names) for key, names in by_generation.items() if COMMIT_RECORD in names]
     if newest is not None:
-        committed = sorted(committed, key=lambda one: _parse_key_step(one[0]))[-newest:]
+        committed = sorted(committed, key=lambda item: _parse_key_step(item[0]))[-newest:]
     with ThreadPoolExecutor(2 * MAX_PARALLEL_CALLS) as pool:
         texts = list(
-            pool.map(lambda one: _read_record_text(store, f"{place}{one[0]}/{COMMIT_RECORD}"), committed)
+            pool.map(lambda item: _read_record_text(store, f"{place}{item[0]}/{COMMIT_RECORD}"), committed)
         )
     copies, unreadable = list[ObjectCopy](), list[BrokenObjectCopy]()
     for (key, names), text in zip(committed, texts, strict=True):
         if text is not None:  # else it was removed meanwhile
-            one = _parse_copy(store, place, key, names, text)
-            (copies if isinstance(one, ObjectCopy) else unreadable).append(one)  # type: ignore[arg-type]
+            copy = _parse_copy(store, place, key, names, text)
+            (copies if isinstance(copy, ObjectCopy) else unreadable).append(copy)  # type: ignore[arg-type]
     return sorted(
-        copies, key=lambda one: (one.saved.step, one.saved.attempt, one.saved.written or 0.0)
+        copies, key=lambda copy: (copy.saved.step, copy.saved.attempt, copy.saved.written or 0.0)
     ), unreadable
 
 
@@ -200,7 +206,7 @@ def prune_object_copies(store: ObjectStore, run_id: str, keep: int) -> list[Obje
     whole = [copy for copy in copies if copy.problem is None]
     line = {saved.generation for saved in select_lineage(copy.saved for copy in whole)}
     on_line = sorted(
-        (copy for copy in whole if copy.saved.generation in line), key=lambda one: lineage_order(one.saved)
+        (copy for copy in whole if copy.saved.generation in line), key=lambda copy: lineage_order(copy.saved)
     )
     removed = on_line[:-keep]
     for copy in removed:
@@ -209,7 +215,10 @@ def prune_object_copies(store: ObjectStore, run_id: str, keep: int) -> list[Obje
     if whole:
         listed = _group_by_generation(store, place)
         # What is newest there was written just now, and stamped by the store, whose clock is not ours.
-        now = max((one.changed or 0.0 for names in listed.values() for one in names.values()), default=0.0)
+        now = max(
+            (listed_object.changed or 0.0 for names in listed.values() for listed_object in names.values()),
+            default=0.0,
+        )
         for key, names in listed.items():
             if (
                 COMMIT_RECORD not in names
@@ -225,7 +234,7 @@ def read_object_index(store: ObjectStore, copy: ObjectCopy, number: int) -> list
     key = f"{copy.place}{object_index_name(number)}"
     try:
         objects = parse_object_index(store.read(key), copy.saved.generation, number)
-        if sum(one.size_bytes for one in objects) != copy.saved.file_bytes[number]:
+        if sum(stored.size_bytes for stored in objects) != copy.saved.file_bytes[number]:
             raise DamagedError(f"its objects are not the {copy.saved.file_bytes[number]} bytes of the record")
     except FileNotFoundError:
         raise DamagedError(f"{store.url}/{key}: is missing") from None
@@ -246,26 +255,28 @@ def read_object_manifest(store: ObjectStore, copy: ObjectCopy) -> bytes:
     return data
 
 
-def stream_object(store: ObjectStore, copy: ObjectCopy, one: StoredObject) -> Iterator[bytes]:
+def stream_object(store: ObjectStore, copy: ObjectCopy, stored: StoredObject) -> Iterator[bytes]:
     """The bytes of an object; DamagedError at the end, or before, when they are not those of the index."""
-    key, digest = f"{copy.place}{one.name}", xxh3_64()
+    key, digest = f"{copy.place}{stored.name}", xxh3_64()
     try:
-        for piece in store.pieces(key, one.size_bytes):
+        for piece in store.pieces(key, stored.size_bytes):
             digest.update(piece)
             yield piece
     except FileNotFoundError:
         raise DamagedError(f"{store.url}/{key}: is missing") from None
-    if digest.hexdigest() != one.xxh3:
+    if digest.hexdigest() != stored.xxh3:
         raise DamagedError(f"{store.url}/{key}: its bytes do not match their hash")
 
 
 def _group_by_generation(store: ObjectStore, place: str) -> dict[str, dict[str, ListedObject]]:
     """What is there, by generation and name; keys of any other form are not ours."""
-    found: dict[str, dict[str, ListedObject]] = {}
+    by_generation: dict[str, dict[str, ListedObject]] = {}
     for key, listed in store.list(place).items():
         if match := _KEY.fullmatch(key.removeprefix(place)):
-            found.setdefault(f"step-{match['step']}.{match['generation']}", {})[match["name"]] = listed
-    return found
+            by_generation.setdefault(f"step-{match['step']}.{match['generation']}", {})[match["name"]] = (
+                listed
+            )
+    return by_generation
 
 
 def _parse_copy(
@@ -314,15 +325,15 @@ def _read_record_text(store: ObjectStore, key: str) -> str | None:
 
 def _is_stale(names: dict[str, ListedObject], now: float) -> bool:
     changed = [listed.changed for listed in names.values()]
-    return all(one is not None and one < now - _STALE_S for one in changed)
+    return all(changed_at is not None and changed_at < now - _STALE_S for changed_at in changed)
 
 
 def _parse_key_step(key: str) -> int:
     return int(key.removeprefix("step-").partition(".")[0])
 
 
-def _index_hash(told: dict[str, object]) -> str:
-    return xxh3_64_hexdigest(json.dumps(told, sort_keys=True).encode())
+def _index_hash(values: dict[str, object]) -> str:
+    return xxh3_64_hexdigest(json.dumps(values, sort_keys=True).encode())
 
 
 def run_in_parallel(calls: Sequence[Callable[[], _T]], given_up: threading.Event) -> list[_T]:
@@ -330,10 +341,10 @@ def run_in_parallel(calls: Sequence[Callable[[], _T]], given_up: threading.Event
     with ThreadPoolExecutor(MAX_PARALLEL_CALLS) as pool:
         under_way = [pool.submit(call) for call in calls]
         try:
-            for one in as_completed(under_way):
-                one.result()
+            for future in as_completed(under_way):
+                future.result()
         except BaseException:
             given_up.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [one.result() for one in under_way]
+    return [future.result() for future in under_way]

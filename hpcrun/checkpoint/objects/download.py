@@ -98,29 +98,29 @@ def find_copy_damages(
     store: ObjectStore, copy: ObjectCopy, show: DownloadProgress = lambda _size: None
 ) -> list[str]:
     """Everything that is wrong with a copy; reads all of it back."""
-    found = [] if copy.problem is None else [f"{copy.url}: {copy.problem}"]
+    damages = [] if copy.problem is None else [f"{copy.url}: {copy.problem}"]
     objects = list[StoredObject]()
     try:
         read_object_manifest(store, copy)
     except DamagedError as error:
-        found.append(str(error))
+        damages.append(str(error))
     for number in range(len(copy.saved.file_bytes)):
         try:
             objects += read_object_index(store, copy, number)
         except DamagedError as error:
-            found.append(str(error))
+            damages.append(str(error))
 
-    def prove(one: StoredObject) -> str | None:
+    def prove(stored: StoredObject) -> str | None:
         try:
-            for piece in stream_object(store, copy, one):
+            for piece in stream_object(store, copy, stored):
                 show(len(piece))
         except DamagedError as error:
             return str(error)
         return None
 
     with ThreadPoolExecutor(MAX_PARALLEL_CALLS) as pool:
-        found += [problem for problem in pool.map(prove, objects) if problem]
-    return list(dict.fromkeys(found))
+        damages += [problem for problem in pool.map(prove, objects) if problem]
+    return list(dict.fromkeys(damages))
 
 
 def _fetch_file(
@@ -130,34 +130,34 @@ def _fetch_file(
     given_up = threading.Event()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
-    def fetch(one: StoredObject) -> None:
-        if not _has_object(descriptor, one):
-            at = one.start
-            for piece in stream_object(store, copy, one):
+    def fetch(stored: StoredObject) -> None:
+        if not _has_object(descriptor, stored):
+            at = stored.start
+            for piece in stream_object(store, copy, stored):
                 if given_up.is_set():
                     raise SiteError(f"{copy.url}: the download was given up")
                 _write_all(descriptor, piece, at)
                 at += len(piece)
-        show(one.size_bytes)
+        show(stored.size_bytes)
 
     try:
-        run_in_parallel([partial(fetch, one) for one in objects], given_up)
-        os.ftruncate(descriptor, sum(one.size_bytes for one in objects))
+        run_in_parallel([partial(fetch, stored) for stored in objects], given_up)
+        os.ftruncate(descriptor, sum(stored.size_bytes for stored in objects))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _has_object(descriptor: int, one: StoredObject) -> bool:
+def _has_object(descriptor: int, stored: StoredObject) -> bool:
     """Whether an earlier try has brought these bytes."""
-    digest, at, end = xxh3_64(), one.start, one.start + one.size_bytes
+    digest, at, end = xxh3_64(), stored.start, stored.start + stored.size_bytes
     while at < end:
         piece = os.pread(descriptor, min(TRANSFER_BYTES, end - at), at)
         if not piece:
             return False
         digest.update(piece)
         at += len(piece)
-    return digest.hexdigest() == one.xxh3
+    return digest.hexdigest() == stored.xxh3
 
 
 def _write_all(descriptor: int, data: bytes, at: int) -> None:

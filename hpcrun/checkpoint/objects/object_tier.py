@@ -66,7 +66,7 @@ class ObjectTier:
         except UsageError as error:
             raise SiteError(str(error)) from None
         with store:
-            for number in sorted({one.part.file for one in load.parts}):
+            for number in sorted({shard.part.file for shard in load.parts}):
                 with contextlib.closing(FileSource(saved.path / data_file_name(number))) as source:
                     done = done.plus(upload_file(store, self._run_id, saved, number, source))
             if load.parts[0].number == 0:

@@ -16,8 +16,8 @@ def open_object_store(
     scheme, _, rest = url.partition("://")
     if not rest or not scheme.isalnum():
         raise UsageError(f"{url}: is no URL of an object store; write s3://BUCKET/PREFIX")
-    for one in (url, endpoint or ""):
-        if "@" in urlsplit(one).netloc or "?" in one:
+    for text in (url, endpoint or ""):
+        if "@" in urlsplit(text).netloc or "?" in text:
             raise UsageError(
                 "the URL of the object store holds a user, a password or a query; credentials belong into"
                 " the environment (AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) or"

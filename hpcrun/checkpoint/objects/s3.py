@@ -63,9 +63,9 @@ class S3ObjectStore(ObjectStore):
         Where the credentials do not allow it, that is left to the bucket's own rules.
         """
         with contextlib.suppress(FileNotFoundError, SiteError):
-            told = self._try(prefix, self._call, "list_multipart_uploads", Prefix=self._key(prefix))
-            for one in told.get("Uploads", ()):
-                words = {"Key": one["Key"], "UploadId": one["UploadId"]}
+            answer = self._try(prefix, self._call, "list_multipart_uploads", Prefix=self._key(prefix))
+            for upload in answer.get("Uploads", ()):
+                words = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
                 self._try(prefix, self._call, "abort_multipart_upload", **words)
 
     def _options(self) -> dict[str, Any]:
@@ -85,26 +85,26 @@ class S3ObjectStore(ObjectStore):
         return self._fs.call_s3(name, Bucket=self._bucket, **words)
 
     def _find(self, prefix: str) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
-        more: dict[str, str] = {}
+        objects: dict[str, dict[str, Any]] = {}
+        page: dict[str, str] = {}
         while True:
             try:
-                told = self._try(prefix, self._call, "list_objects_v2", Prefix=self._key(prefix), **more)
+                answer = self._try(prefix, self._call, "list_objects_v2", Prefix=self._key(prefix), **page)
             except FileNotFoundError as error:
                 raise SiteError(self._words(prefix, error, 1)) from None
-            for one in told.get("Contents", ()):
-                listed = {"type": "file", "size": one["Size"], "LastModified": one.get("LastModified")}
-                found[f"{self._bucket}/{one['Key']}"] = listed
-            if not told.get("IsTruncated"):
-                return found
-            more = {"ContinuationToken": told["NextContinuationToken"]}
+            for entry in answer.get("Contents", ()):
+                listed = {"type": "file", "size": entry["Size"], "LastModified": entry.get("LastModified")}
+                objects[f"{self._bucket}/{entry['Key']}"] = listed
+            if not answer.get("IsTruncated"):
+                return objects
+            page = {"ContinuationToken": answer["NextContinuationToken"]}
 
     def _tell(self, key: str) -> tuple[int, int | None]:
-        told = self._call("head_object", Key=self._key(key), ChecksumMode="ENABLED")
-        crc32 = told.get("ChecksumCRC32", "")
+        answer = self._call("head_object", Key=self._key(key), ChecksumMode="ENABLED")
+        crc32 = answer.get("ChecksumCRC32", "")
         # A sum with -N behind it is one of the sums of N parts.
-        known = None if not crc32 or "-" in crc32 else int.from_bytes(base64.b64decode(crc32), "big")
-        return int(told["ContentLength"]), known
+        stored_crc = None if not crc32 or "-" in crc32 else int.from_bytes(base64.b64decode(crc32), "big")
+        return int(answer["ContentLength"]), stored_crc
 
     def _put(self, key: str, read: Callable[[int, int], bytes], size_bytes: int, crc32: int) -> None:
         place = {"Key": self._key(key)}

@@ -94,11 +94,11 @@ class ObjectStore:
 
     def list(self, prefix: str) -> dict[str, ListedObject]:
         """All objects whose keys begin with `prefix`, which ends with a slash."""
-        found = self._try(prefix, self._find, prefix)
+        entries = self._try(prefix, self._find, prefix)
         return {
-            path.removeprefix(f"{self._root}/"): ListedObject(int(told["size"]), _modified_time(told))
-            for path, told in found.items()
-            if told.get("type") == "file" and path.startswith(f"{self._root}/{prefix}")
+            path.removeprefix(f"{self._root}/"): ListedObject(int(info["size"]), _modified_time(info))
+            for path, info in entries.items()
+            if info.get("type") == "file" and path.startswith(f"{self._root}/{prefix}")
         }
 
     def read(self, key: str, at: int = 0, size_bytes: int | None = None) -> bytes:
@@ -132,12 +132,12 @@ class ObjectStore:
     def presence(self, key: str, size_bytes: int, crc32: int) -> ObjectPresence:
         """Whether an object is there, and is the one that has this size and this CRC-32."""
         try:
-            told = self._try(key, self._tell, key)
+            info = self._try(key, self._tell, key)
         except FileNotFoundError:
             return "absent"
-        if told[0] != size_bytes:
+        if info[0] != size_bytes:
             return "different"
-        return "unproved" if told[1] is None else "same" if told[1] == crc32 else "different"
+        return "unproved" if info[1] is None else "same" if info[1] == crc32 else "different"
 
     def delete(self, key: str) -> None:
         """Remove an object, if it is there."""
@@ -174,8 +174,8 @@ class ObjectStore:
 
     def _find(self, prefix: str) -> dict[str, dict[str, Any]]:
         self._fs.invalidate_cache()
-        found: dict[str, dict[str, Any]] = self._fs.find(self._path(prefix.rstrip("/")), detail=True)
-        return found
+        entries: dict[str, dict[str, Any]] = self._fs.find(self._path(prefix.rstrip("/")), detail=True)
+        return entries
 
     def _tell(self, key: str) -> tuple[int, int | None]:
         self._fs.invalidate_cache()
@@ -212,9 +212,9 @@ class ObjectStore:
         return isinstance(error, asyncio.TimeoutError | TimeoutError | ConnectionError)
 
     def _words(self, key: str, error: Exception, tried: int) -> str:
-        told = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
+        text = " ".join((getattr(error, "strerror", None) or str(error) or type(error).__name__).split())
         times = f" (tried {tried} times)" if tried > 1 else ""
-        return f"{self.url}/{key}: {told}{times}"
+        return f"{self.url}/{key}: {text}{times}"
 
 
 def _check_levels(root: Path, key: str) -> None:
@@ -233,9 +233,9 @@ def _check_levels(root: Path, key: str) -> None:
                 raise SiteError(f"{place}: others can write it; run: chmod go-w {place}")
 
 
-def _modified_time(told: dict[str, Any]) -> float | None:
+def _modified_time(info: dict[str, Any]) -> float | None:
     for name in ("LastModified", "mtime", "created", "updated"):
-        value = told.get(name)
+        value = info.get(name)
         if isinstance(value, datetime):
             return value.timestamp()
         if isinstance(value, int | float):

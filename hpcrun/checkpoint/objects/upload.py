@@ -83,13 +83,13 @@ class FileSource:
 
     def read(self, at: int, size_bytes: int) -> bytes:
         """Exactly so many bytes from a position on; DamagedError when they are not there."""
-        pieces, found = [], 0
-        while found < size_bytes:
-            piece = os.pread(self._descriptor, size_bytes - found, at + found)
+        pieces, found_bytes = [], 0
+        while found_bytes < size_bytes:
+            piece = os.pread(self._descriptor, size_bytes - found_bytes, at + found_bytes)
             if not piece:
-                raise DamagedError(f"{self._path}: ends at {at + found}, while it is being read")
+                raise DamagedError(f"{self._path}: ends at {at + found_bytes}, while it is being read")
             pieces.append(piece)
-            found += len(piece)
+            found_bytes += len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def close(self) -> None:
@@ -161,10 +161,10 @@ def upload_file(
     results = run_in_parallel(
         [partial(send, extent) for extent in split_into_objects(source.size_bytes, least)], given_up
     )
-    index = render_object_index(saved.generation, number, [one for one, _ in results])
+    index = render_object_index(saved.generation, number, [stored for stored, _ in results])
     store.write(f"{place}{object_index_name(number)}", index)
-    sent = [one.size_bytes for one, presence in results if presence is not None]
-    kept = [one.size_bytes for one, presence in results if presence is None]
+    sent = [stored.size_bytes for stored, presence in results if presence is not None]
+    kept = [stored.size_bytes for stored, presence in results if presence is None]
     unproved = sum(presence == "unproved" for _, presence in results)
     return UploadResult(len(sent), sum(sent), len(kept), sum(kept), unproved)
 
@@ -208,25 +208,25 @@ def _upload_object(
         digest.update(held)
         crc32 = zlib.crc32(held, crc32)
     name = data_object_name(number, extent.number, digest.hexdigest())
-    one = StoredObject(name, extent.start, extent.size_bytes, crc32, digest.hexdigest())
+    stored = StoredObject(name, extent.start, extent.size_bytes, crc32, digest.hexdigest())
     key = f"{place}{name}"
-    if key in there and _is_stored(store, key, one):
-        return one, None
+    if key in there and _is_stored(store, key, stored):
+        return stored, None
     if len(held) == extent.size_bytes:
-        return one, store.write(key, held)
+        return stored, store.write(key, held)
     del held
-    return one, store.send(key, read, extent.size_bytes, crc32)
+    return stored, store.send(key, read, extent.size_bytes, crc32)
 
 
-def _is_stored(store: ObjectStore, key: str, one: StoredObject) -> bool:
+def _is_stored(store: ObjectStore, key: str, stored: StoredObject) -> bool:
     """Whether an object is there by its checksum, or by all its bytes where the store tells none."""
-    presence = store.presence(key, one.size_bytes, one.crc32)
+    presence = store.presence(key, stored.size_bytes, stored.crc32)
     if presence != "unproved":
         return presence == "same"
     digest = xxh3_64()
-    for piece in store.pieces(key, one.size_bytes):
+    for piece in store.pieces(key, stored.size_bytes):
         digest.update(piece)
-    return digest.hexdigest() == one.xxh3
+    return digest.hexdigest() == stored.xxh3
 
 
 def _find_missing(store: ObjectStore, copy: ObjectCopy, listed: dict[str, ListedObject]) -> str | None:
@@ -237,8 +237,8 @@ def _find_missing(store: ObjectStore, copy: ObjectCopy, listed: dict[str, Listed
             return f"{object_index_name(number)} is missing; its node has not sent all of its objects"
     with ThreadPoolExecutor(MAX_PARALLEL_CALLS) as pool:
         for objects in pool.map(lambda number: read_object_index(store, copy, number), numbers):
-            for one in objects:
-                known = listed.get(f"{copy.place}{one.name}")
-                if known is None or known.size_bytes != one.size_bytes:
-                    return f"{one.name} is missing"
+            for stored in objects:
+                present = listed.get(f"{copy.place}{stored.name}")
+                if present is None or present.size_bytes != stored.size_bytes:
+                    return f"{stored.name} is missing"
     return None

@@ -38,11 +38,11 @@ def map_block_range(member: SetMember, at: int, size: int) -> Iterator[BlockSpan
 
 def compute_part_offsets(member: SetMember) -> dict[int, int]:
     """Where each part begins in the block, by number."""
-    found, position = {}, 0
+    spans, position = {}, 0
     for number, part in member.parts:
-        found[number] = position
+        spans[number] = position
         position += align_size(part.size_bytes, PART_ALIGN)
-    return found
+    return spans
 
 
 def make_geometry(parity: HeldParity) -> StripeGeometry:
@@ -72,8 +72,8 @@ def write_inventory_entry(files: OwnedDirectory, name: str, holding: InventoryEn
 
 def list_parity_entries(files: OwnedDirectory) -> list[InventoryEntry]:
     """What lies whole in an arena of parity, and of parts that were made again, the newest last."""
-    found = []
-    for record in (one for one in _parity_file_names(files) if one.endswith(".json")):
+    entries = []
+    for record in (name for name in _parity_file_names(files) if name.endswith(".json")):
         name = f"{record.removesuffix('.json')}.bin"
         try:
             holding = parse_inventory_entry(parse_checksummed(json.loads(files.read(record))))
@@ -82,24 +82,24 @@ def list_parity_entries(files: OwnedDirectory) -> list[InventoryEntry]:
             continue
         # The arena of a node may have another path than when the record was written.
         path = str(files.path / name)
-        parts = tuple(replace(one, path=path) for one in holding.parts)
+        parts = tuple(replace(part, path=path) for part in holding.parts)
         parity = replace(holding.parity, path=path) if holding.parity is not None else None
         if parity is not None and size != parity.parity * make_geometry(parity).chunk_bytes:
             continue
-        if any(one.at + one.part.size_bytes > size for one in parts):
+        if any(part.at + part.part.size_bytes > size for part in parts):
             continue
-        found.append(replace(holding, parts=parts, parity=parity))
-    return sorted(found, key=lambda one: (one.stamp.attempt, one.stamp.step))
+        entries.append(replace(holding, parts=parts, parity=parity))
+    return sorted(entries, key=lambda entry: (entry.stamp.attempt, entry.stamp.step))
 
 
 def _parity_file_names(files: OwnedDirectory) -> list[str]:
-    return [one for one in files.names() if one.startswith(("parity-", "rebuilt-"))]
+    return [name for name in files.names() if name.startswith(("parity-", "rebuilt-"))]
 
 
 def remove_parity_files(files: OwnedDirectory, keep: set[str]) -> None:
     """Remove parity and rebuilt parts but of these generations, each record before its file."""
-    found = [name for name in _parity_file_names(files) if name.split("-")[1].split(".")[0] not in keep]
-    for name in sorted(found, key=lambda name: not name.endswith(".json")):
+    stale = [name for name in _parity_file_names(files) if name.split("-")[1].split(".")[0] not in keep]
+    for name in sorted(stale, key=lambda name: not name.endswith(".json")):
         files.unlink(name)
 
 

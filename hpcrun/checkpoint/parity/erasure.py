@@ -195,14 +195,14 @@ def _iterate_windows(
     sets = [{piece: memoryview(bytearray(window)) for piece in pieces} for _ in range(1 + (size > window))]
 
     def begin(number: int) -> Callable[[], None]:
-        at, wanted = number * window, []
+        at, reads = number * window, []
         for piece, buffer in sets[number % len(sets)].items():
             real = max(0, min(window, size - at, _unpadded_size(geometry, stripe, piece) - at))
             if real < min(window, size - at):
                 buffer[real:] = bytes(window - real)
             if real:
-                wanted.append(_make_block_read(geometry, stripe, piece, at, buffer[:real]))
-        return fetch(wanted)
+                reads.append(_make_block_read(geometry, stripe, piece, at, buffer[:real]))
+        return fetch(reads)
 
     count = -(-size // window)
     waiting = begin(0) if count else None
@@ -300,7 +300,7 @@ class _ReedSolomonCode(ErasureCode):
             ]
             for into, fragment in zip(made, self._driver.reconstruct(fragments, list(lost)), strict=True):
                 into[begin:end] = memoryview(fragment)[_FRAGMENT_HEADER_BYTES:][: end - begin]
-        return [memoryview(one) for one in made]
+        return [memoryview(fragment) for fragment in made]
 
     def _steps(self, length: int) -> Iterator[tuple[int, int, int]]:
         """(begin, end, size of a fragment) of the pieces that the library gets."""
@@ -311,12 +311,12 @@ class _ReedSolomonCode(ErasureCode):
     def _headers_of(self, size: int) -> list[bytes]:
         if size not in self._headers:
             fragments = self._driver.encode(bytes(self.data * size))
-            if any(len(one) != _FRAGMENT_HEADER_BYTES + size for one in fragments):
+            if any(len(fragment) != _FRAGMENT_HEADER_BYTES + size for fragment in fragments):
                 raise SiteError(
                     "pyeclib: its fragments are not laid out as those of 1.8; install that one, or set"
                     " checkpoint.parity.scheme: xor"
                 )
-            self._headers[size] = [one[:_FRAGMENT_HEADER_BYTES] for one in fragments]
+            self._headers[size] = [fragment[:_FRAGMENT_HEADER_BYTES] for fragment in fragments]
         return self._headers[size]
 
 

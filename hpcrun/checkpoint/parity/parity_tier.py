@@ -137,19 +137,21 @@ class ParityTier:
     def store(self, load: NodeShards) -> dict[str, Any]:
         """Make parity with the other members; SiteError or OSError: the level does not have it."""
         begin = time.monotonic()
-        one = self._open(load)
+        parity_round = self._open(load)
         try:
             with ThreadPoolExecutor(len(self._members), thread_name_prefix="parity") as pool:
                 return self._run_round(
-                    one, _TaskGroup(pool, lambda: one.standing == "failed" or self._hurry.is_set()), begin
+                    parity_round,
+                    _TaskGroup(pool, lambda: parity_round.standing == "failed" or self._hurry.is_set()),
+                    begin,
                 )
         except (HpcrunError, OSError) as error:
-            self._fail(one, str(error), isinstance(error, _MemberFailedError))
+            self._fail(parity_round, str(error), isinstance(error, _MemberFailedError))
             raise
         finally:
-            one.images = {}
-            if one.outgoing is not None:
-                self._files.unlink(one.outgoing.name)
+            parity_round.images = {}
+            if parity_round.outgoing is not None:
+                self._files.unlink(parity_round.outgoing.name)
 
     def holdings(self) -> list[InventoryEntry]:
         """Parity that lies whole here, and parts of lost nodes that were made again here."""
@@ -158,7 +160,9 @@ class ParityTier:
     def retain(self, generations: Collection[str]) -> None:
         """Let go of all but these generations, and of the one that is being made."""
         with self._changed:
-            now = {one.stamp.generation for one in self._rounds.values() if one.images}
+            now = {
+                parity_round.stamp.generation for parity_round in self._rounds.values() if parity_round.images
+            }
         remove_parity_files(self._files, set(generations) | now)
 
     def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
@@ -167,14 +171,14 @@ class ParityTier:
         with self._changed:
             if stamp.generation not in self._rounds and not was_done:
                 parts = ", ".join(map(str, numbers))
-                said = f"{self._node}: leaves out part {parts} of step {stamp.step}: {why}"
-                self._remember(_ParityRound(stamp, SetMember(self._node, ()), "failed", said))
+                message = f"{self._node}: leaves out part {parts} of step {stamp.step}: {why}"
+                self._remember(_ParityRound(stamp, SetMember(self._node, ()), "failed", message))
 
-    def _run_round(self, one: _ParityRound, together: _TaskGroup, begin: float) -> dict[str, Any]:
-        told = self._await_all(one, "open", together, self._patience_s)
-        members = tuple(told[node] for node in self._members)
+    def _run_round(self, parity_round: _ParityRound, together: _TaskGroup, begin: float) -> dict[str, Any]:
+        answers = self._await_all(parity_round, "open", together, self._patience_s)
+        members = tuple(answers[node] for node in self._members)
         geometry = StripeGeometry(tuple(member.size_bytes for member in members), self._parity)
-        name = parity_file_name(one.stamp.generation)
+        name = parity_file_name(parity_round.stamp.generation)
         with AtomicFile(self._files, name, self._parity * geometry.chunk_bytes) as kept:
             hashes = [xxh3_64() for _ in range(self._parity)]
 
@@ -182,27 +186,29 @@ class ParityTier:
                 kept.write(number * geometry.chunk_bytes + at, data)
                 hashes[number].update(data)
 
-            self._encode(one, geometry, together, keep)
+            self._encode(parity_round, geometry, together, keep)
             if self._parity > 1:
-                self._advance(one, "encoded")
-                self._await_all(one, "encoded", together, self._patience_s + 2 * (time.monotonic() - begin))
-                self._collect(one, geometry, together, keep)
+                self._advance(parity_round, "encoded")
+                self._await_all(
+                    parity_round, "encoded", together, self._patience_s + 2 * (time.monotonic() - begin)
+                )
+                self._collect(parity_round, geometry, together, keep)
             kept.put_in_place()
         held = HeldParity(
-            str(kept.path), members, self._parity, self._index, tuple(one.hexdigest() for one in hashes)
+            str(kept.path), members, self._parity, self._index, tuple(digest.hexdigest() for digest in hashes)
         )
         try:
             write_inventory_entry(
-                self._files, name, InventoryEntry(one.stamp, "parity", self._node, parity=held)
+                self._files, name, InventoryEntry(parity_round.stamp, "parity", self._node, parity=held)
             )
-            self._advance(one, "done")
-            self._await_all(one, "done", together, self._patience_s + 2 * (time.monotonic() - begin))
+            self._advance(parity_round, "done")
+            self._await_all(parity_round, "done", together, self._patience_s + 2 * (time.monotonic() - begin))
         except _MemberFailedError:
             self._files.unlink(record_file_name(name))
             self._files.unlink(name)
             raise
         except OSError:
-            if one.standing != "done":
+            if parity_round.standing != "done":
                 self._files.unlink(name)
             raise
         return {
@@ -213,20 +219,20 @@ class ParityTier:
 
     def _encode(
         self,
-        one: _ParityRound,
+        parity_round: _ParityRound,
         geometry: StripeGeometry,
         together: _TaskGroup,
         keep: Callable[[int, int, memoryview], None],
     ) -> None:
         """Make all parities of our own stripe: the first is ours, the others are fetched by their keepers."""
 
-        def fetch(wanted: Sequence[BlockRead]) -> Callable[[], None]:
-            return together.begin([partial(self._fetch_block, one, each) for each in wanted])
+        def fetch(reads: Sequence[BlockRead]) -> Callable[[], None]:
+            return together.begin([partial(self._fetch_block, parity_round, each) for each in reads])
 
         if self._parity == 1:
             encode_stripe(geometry, self._index, fetch, keep)
             return
-        name = f"parity-{one.stamp.generation}.outgoing.aside"
+        name = f"parity-{parity_round.stamp.generation}.outgoing.aside"
         with AtomicFile(self._files, name, (self._parity - 1) * geometry.chunk_bytes) as outgoing:
 
             def put(number: int, at: int, data: memoryview) -> None:
@@ -237,15 +243,15 @@ class ParityTier:
 
             encode_stripe(geometry, self._index, fetch, put)
             outgoing.put_in_place()
-            one.outgoing = outgoing.path
+            parity_round.outgoing = outgoing.path
 
-    def _fetch_block(self, one: _ParityRound, wanted: BlockRead) -> None:
-        request = {"do": "block", "generation": one.stamp.generation, "at": wanted.at}
-        self._peers.read(self._members[wanted.member], request, wanted.into)
+    def _fetch_block(self, parity_round: _ParityRound, read: BlockRead) -> None:
+        request = {"do": "block", "generation": parity_round.stamp.generation, "at": read.at}
+        self._peers.read(self._members[read.member], request, read.into)
 
     def _collect(
         self,
-        one: _ParityRound,
+        parity_round: _ParityRound,
         geometry: StripeGeometry,
         together: _TaskGroup,
         keep: Callable[[int, int, memoryview], None],
@@ -257,7 +263,12 @@ class ParityTier:
             buffer = memoryview(bytearray(min(WINDOW_BYTES, geometry.chunk_bytes)))
             for at in range(0, geometry.chunk_bytes, WINDOW_BYTES):
                 into = buffer[: geometry.chunk_bytes - at]
-                request = {"do": "outgoing", "generation": one.stamp.generation, "number": number, "at": at}
+                request = {
+                    "do": "outgoing",
+                    "generation": parity_round.stamp.generation,
+                    "number": number,
+                    "at": at,
+                }
                 self._peers.read(node, request, into)
                 keep(number, at, into)
 
@@ -266,74 +277,77 @@ class ParityTier:
     def _open(self, load: NodeShards) -> _ParityRound:
         stamp = load.stamp
         member = SetMember(self._node, tuple((part.number, part.part) for part in load.parts))
-        one = _ParityRound(stamp, member, images={part.number: part.image for part in load.parts})
+        parity_round = _ParityRound(stamp, member, images={part.number: part.image for part in load.parts})
         with self._changed:
             before = self._rounds.get(stamp.generation)
             if before is not None and before.standing == "failed":
                 raise SiteError(before.why)
-            self._remember(one)
+            self._remember(parity_round)
             # Older states will not come here any more; who still waits for one need not.
             self._changed.notify_all()
-        return one
+        return parity_round
 
-    def _remember(self, one: _ParityRound) -> None:
-        self._rounds[one.stamp.generation] = one
+    def _remember(self, parity_round: _ParityRound) -> None:
+        self._rounds[parity_round.stamp.generation] = parity_round
         for generation in list(self._rounds)[:-_MAX_REMEMBERED_ROUNDS]:
             del self._rounds[generation]
         self._changed.notify_all()
 
-    def _advance(self, one: _ParityRound, standing: RoundState) -> None:
+    def _advance(self, parity_round: _ParityRound, standing: RoundState) -> None:
         with self._changed:
-            one.standing = standing
+            parity_round.standing = standing
             self._changed.notify_all()
 
-    def _fail(self, one: _ParityRound, why: str, is_sure: bool) -> None:
+    def _fail(self, parity_round: _ParityRound, why: str, is_sure: bool) -> None:
         """Say so to the others; who was done is no more only where another never was."""
         with self._changed:
-            if one.standing != "done" or is_sure:
-                one.standing, one.why = "failed", why if self._node in why else f"{self._node}: {why}"
+            if parity_round.standing != "done" or is_sure:
+                parity_round.standing, parity_round.why = (
+                    "failed",
+                    why if self._node in why else f"{self._node}: {why}",
+                )
             self._changed.notify_all()
 
     def _await_all(
-        self, one: _ParityRound, wanted: RoundState, together: _TaskGroup, patience_s: float
+        self, parity_round: _ParityRound, state: RoundState, together: _TaskGroup, patience_s: float
     ) -> dict[str, SetMember]:
         """What each member has put in, when all stand there; SiteError: one has failed, or is late."""
         deadline = time.monotonic() + patience_s
         others = [node for node in self._members if node != self._node]
         waits = {
-            node: together.submit(partial(self._await_one, one, node, wanted, deadline, together))
+            node: together.submit(partial(self._await_one, parity_round, node, state, deadline, together))
             for node in others
         }
         together.all(list(waits.values()))
-        return {self._node: one.member} | {node: wait.result() for node, wait in waits.items()}
+        return {self._node: parity_round.member} | {node: wait.result() for node, wait in waits.items()}
 
     def _await_one(
-        self, one: _ParityRound, node: str, wanted: RoundState, deadline: float, together: _TaskGroup
+        self, parity_round: _ParityRound, node: str, state: RoundState, deadline: float, together: _TaskGroup
     ) -> SetMember:
-        request = {"do": "standing", "stamp": asdict(one.stamp), "wanted": wanted}
-        said = f"{node}: has not come to step {one.stamp.step}"
+        request = {"do": "standing", "stamp": asdict(parity_round.stamp), "wanted": state}
+        problem = f"{node}: has not come to step {parity_round.stamp.step}"
         while not together.is_over():
             left = deadline - time.monotonic()
             if left <= 0:
-                raise SiteError(said)
+                raise SiteError(problem)
             wait_s = min(_POLL_S, left)
             try:
-                told = self._peers.ask(node, request | {"wait_s": wait_s}, wait_s)
+                answer = self._peers.ask(node, request | {"wait_s": wait_s}, wait_s)
             except PeerError as error:
                 # It may come back: its worker is started anew when it dies.
-                said = str(error)
+                problem = str(error)
                 together.pause(min(_POLL_S, max(0.0, left)))
                 continue
-            standing = told.get("standing")
+            standing = answer.get("standing")
             if standing == "failed":
-                raise _MemberFailedError(str(told.get("why")))
-            if standing == "unknown" and wanted != "open":
+                raise _MemberFailedError(str(answer.get("why")))
+            if standing == "unknown" and state != "open":
                 raise _MemberFailedError(
-                    f"{node}: its worker was started anew, and does not have step {one.stamp.step}"
+                    f"{node}: its worker was started anew, and does not have step {parity_round.stamp.step}"
                 )
-            if standing in _STATE_ORDER and _STATE_ORDER.index(standing) >= _STATE_ORDER.index(wanted):
+            if standing in _STATE_ORDER and _STATE_ORDER.index(standing) >= _STATE_ORDER.index(state):
                 try:
-                    return SetMember(node, tuple((number, Part(**part)) for number, part in told["parts"]))
+                    return SetMember(node, tuple((number, Part(**part)) for number, part in answer["parts"]))
                 except (KeyError, TypeError, ValueError) as error:
                     raise SiteError(f"{node}: tells of parts that are none: {error}") from None
         raise SiteError(
@@ -341,16 +355,17 @@ class ParityTier:
         )
 
     def _serve_standing(self, request: dict[str, Any]) -> PeerReply:
-        stamp, wanted = GenerationId(**request["stamp"]), request["wanted"]
-        place = _STATE_ORDER.index(wanted)
+        stamp, state = GenerationId(**request["stamp"]), request["wanted"]
+        place = _STATE_ORDER.index(state)
 
         def stands() -> _ParityRound | None:
-            one = self._rounds.get(stamp.generation)
-            if one is not None and one.stamp != stamp:
+            parity_round = self._rounds.get(stamp.generation)
+            if parity_round is not None and parity_round.stamp != stamp:
                 raise ValueError(f"generation {stamp.generation} is another state here")
             return (
-                one
-                if one and (one.standing == "failed" or _STATE_ORDER.index(one.standing) >= place)
+                parity_round
+                if parity_round
+                and (parity_round.standing == "failed" or _STATE_ORDER.index(parity_round.standing) >= place)
                 else None
             )
 
@@ -358,9 +373,9 @@ class ParityTier:
             self._changed.wait_for(
                 lambda: stands() or self._is_past(stamp), min(float(request["wait_s"]), 10.0)
             )
-            one, is_past = self._rounds.get(stamp.generation), self._is_past(stamp)
-            if one is not None:
-                return _state_reply(one.standing, one.why, one.member)
+            parity_round, is_past = self._rounds.get(stamp.generation), self._is_past(stamp)
+            if parity_round is not None:
+                return _state_reply(parity_round.standing, parity_round.why, parity_round.member)
         if (member := self._find_finished_member(stamp)) is not None:
             return _state_reply("done", "", member)
         if is_past:
@@ -371,7 +386,8 @@ class ParityTier:
     def _is_past(self, stamp: GenerationId) -> bool:
         """Whether a newer state has come here already; stations take them in order."""
         return stamp.generation not in self._rounds and any(
-            (one.stamp.attempt, one.stamp.step) > (stamp.attempt, stamp.step) for one in self._rounds.values()
+            (parity_round.stamp.attempt, parity_round.stamp.step) > (stamp.attempt, stamp.step)
+            for parity_round in self._rounds.values()
         )
 
     def _find_finished_member(self, stamp: GenerationId) -> SetMember | None:
@@ -382,31 +398,31 @@ class ParityTier:
         return None
 
     def _serve_block(self, request: dict[str, Any]) -> PeerReply:
-        one = self._round(request)
+        parity_round = self._round(request)
         at, size = int(request["at"]), int(request["size"])
-        check_byte_range(at, size, one.member.size_bytes)
-        return PeerReply({}, size, lambda more, into: one.read(at + more, into))
+        check_byte_range(at, size, parity_round.member.size_bytes)
+        return PeerReply({}, size, lambda offset, into: parity_round.read(at + offset, into))
 
     def _serve_outgoing(self, request: dict[str, Any]) -> PeerReply:
-        one = self._round(request)
-        path, number = one.outgoing, int(request["number"])
+        parity_round = self._round(request)
+        path, number = parity_round.outgoing, int(request["number"])
         if path is None or not 1 <= number < self._parity:
             raise SiteError(f"has no parity {number} for others yet")
         each = path.stat().st_size // (self._parity - 1)
         at, size = int(request["at"]), int(request["size"])
         check_byte_range(at, size, each)
         return PeerReply(
-            {}, size, lambda more, into: read_file_at(path, (number - 1) * each + at + more, into)
+            {}, size, lambda offset, into: read_file_at(path, (number - 1) * each + at + offset, into)
         )
 
     def _round(self, request: dict[str, Any]) -> _ParityRound:
         with self._changed:
-            one = self._rounds.get(str(request["generation"]))
-        if one is not None and one.standing == "failed":
-            raise SiteError(one.why)
-        if one is None or not one.images:
+            parity_round = self._rounds.get(str(request["generation"]))
+        if parity_round is not None and parity_round.standing == "failed":
+            raise SiteError(parity_round.why)
+        if parity_round is None or not parity_round.images:
             raise SiteError(f"is not storing generation {request['generation']}")
-        return one
+        return parity_round
 
 
 def _state_reply(standing: RoundState, why: str, member: SetMember | None = None) -> PeerReply:

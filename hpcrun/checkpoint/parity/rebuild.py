@@ -61,7 +61,7 @@ def rebuild_members(order: RebuildOrder, peers: PeerClient, here: str, folder: P
     for index in order.lost:
         if order.members[index].parts:
             parts += _BlockRebuilder(order, index, peers, here, folder).best()
-    return InventoryEntry(order.stamp, "parity", here, tuple(sorted(parts, key=lambda one: one.number)))
+    return InventoryEntry(order.stamp, "parity", here, tuple(sorted(parts, key=lambda part: part.number)))
 
 
 class _BlockRebuilder:
@@ -71,9 +71,9 @@ class _BlockRebuilder:
         self._order, self._index, self._member = order, index, order.members[index]
         self._peers, self._here = peers, here
         self._files, self._name = OwnedDirectory.at(folder), rebuilt_file_name(order.stamp.generation, index)
-        self._geometry = StripeGeometry(tuple(one.size_bytes for one in order.members), order.parity)
-        self._survivors = {one.index: one for one in order.survivors}
-        self._parts = {one.number: one for survivor in order.survivors for one in survivor.parts}
+        self._geometry = StripeGeometry(tuple(member.size_bytes for member in order.members), order.parity)
+        self._survivors = {survivor.index: survivor for survivor in order.survivors}
+        self._parts = {part.number: part for survivor in order.survivors for part in survivor.parts}
         self._used: dict[_BlockSource, None] = {}
 
     def best(self) -> tuple[HeldPart, ...]:
@@ -84,13 +84,13 @@ class _BlockRebuilder:
             first = error
         # One of the sources is not what it should be: those first that are known not to be, then each.
         bad = {source: why for source in list(self._used) if (why := self._check_parity_hash(source))}
-        for source in [*bad, *(one for one in self._used if one not in bad)]:
+        for source in [*bad, *(used for used in self._used if used not in bad)]:
             try:
                 return self.make(frozenset({source}))
             except (NotEnoughBlocksError, DamagedError):
                 continue
-        said = "; ".join([f"{self._member.node}: cannot be made again: {first}", *bad.values()])
-        raise DamagedError(said)
+        message = "; ".join([f"{self._member.node}: cannot be made again: {first}", *bad.values()])
+        raise DamagedError(message)
 
     def _check_parity_hash(self, source: _BlockSource) -> str:
         """What a source's own hash says against it; only parity has one for the whole."""
@@ -134,15 +134,15 @@ class _BlockRebuilder:
             AtomicFile(self._files, self._name, member.size_bytes) as file,
         ):
 
-            def fetch(wanted: Sequence[BlockRead]) -> Callable[[], None]:
-                return partial(_await_futures, [pool.submit(self._fetch, one) for one in wanted])
+            def fetch(reads: Sequence[BlockRead]) -> Callable[[], None]:
+                return partial(_await_futures, [pool.submit(self._fetch, read) for read in reads])
 
             def put(chunk: int, at: int, data: memoryview) -> None:
                 file.write(chunk * geometry.chunk_bytes + at, data)
 
             rebuild_block(geometry, self._index, whole, kept, fetch, put)
-            for one in _member_parts(member, str(file.aside)):
-                verify_part(one, bytes.fromhex(self._order.stamp.generation))
+            for part in _member_parts(member, str(file.aside)):
+                verify_part(part, bytes.fromhex(self._order.stamp.generation))
             file.put_in_place()
         made = _member_parts(member, str(file.path))
         write_inventory_entry(
@@ -150,21 +150,21 @@ class _BlockRebuilder:
         )
         return made
 
-    def _fetch(self, wanted: BlockRead) -> None:
-        source = _BlockSource(wanted.member, wanted.parity)
+    def _fetch(self, read: BlockRead) -> None:
+        source = _BlockSource(read.member, read.parity)
         self._used[source] = None
         try:
-            if wanted.parity is not None:
-                keeper = self._survivors[wanted.member]
-                begin = wanted.parity * self._geometry.chunk_bytes + wanted.at
-                request = {"do": "parity", "number": wanted.parity, "at": wanted.at}
-                self._read(keeper.node, keeper.path, begin, request, wanted.into)
+            if read.parity is not None:
+                keeper = self._survivors[read.member]
+                begin = read.parity * self._geometry.chunk_bytes + read.at
+                request = {"do": "parity", "number": read.parity, "at": read.at}
+                self._read(keeper.node, keeper.path, begin, request, read.into)
                 return
-            wanted.into[:] = bytes(len(wanted.into))
-            for span in map_block_range(self._order.members[wanted.member], wanted.at, len(wanted.into)):
+            read.into[:] = bytes(len(read.into))
+            for span in map_block_range(self._order.members[read.member], read.at, len(read.into)):
                 part = self._parts[span.number]
                 request = {"do": "part", "number": span.number, "at": span.at}
-                into = wanted.into[span.begin : span.begin + span.size]
+                into = read.into[span.begin : span.begin + span.size]
                 shared = part.level not in NODE_LEVELS
                 self._read(part.node, part.path, part.at + span.at, request, into, shared=shared)
         except (PeerError, OSError) as error:

@@ -65,8 +65,8 @@ class ErasureSets:
         """Which simultaneous losses the newest generation survives, and which it does not."""
         if not self.sets:
             why = "there is one node" if len(self.nodes) < 2 else "scheme is none"
-            told = "of what a lost node held only the run directory is sure to have a copy"
-            return f"no parity, as {why}: {told}"
+            reason = "of what a lost node held only the run directory is sure to have a copy"
+            return f"no parity, as {why}: {reason}"
         return "\n".join((self._shape(), self._survived(), self._not_survived(), *self.notes))
 
     def _shape(self) -> str:
@@ -95,16 +95,18 @@ class ErasureSets:
         least = min(self.parity)
         claims = [f"{'two' if least == 1 else least + 1} nodes of one set"]
         for level, units in self.domains.items():
-            known = [unit for unit in dict.fromkeys(units[node] for node in self.nodes) if unit is not None]
+            named_units = [
+                unit for unit in dict.fromkeys(units[node] for node in self.nodes) if unit is not None
+            ]
             fatal = [
                 unit
-                for unit in known
+                for unit in named_units
                 if not self.survives({node for node in self.nodes if units[node] == unit})
             ]
             if fatal:
-                more = f" and {len(fatal) - _MAX_NAMED} more" if len(fatal) > _MAX_NAMED else ""
+                rest = f" and {len(fatal) - _MAX_NAMED} more" if len(fatal) > _MAX_NAMED else ""
                 words = pluralize(level, len(fatal))
-                claims.append(f"{words} {', '.join(fatal[:_MAX_NAMED])}{more}")
+                claims.append(f"{words} {', '.join(fatal[:_MAX_NAMED])}{rest}")
         return f"does not survive the loss of {'; '.join(claims)}"
 
     def _most_units(self, level: str) -> int:
@@ -159,9 +161,9 @@ def choose_erasure_sets(
     for domain in [survive] if survive is not None else known[::-1]:
         line = _order_by_domain(names, levels, domain)
         units = levels.get(domain) or {node: node for node in names}
-        for parity in dict.fromkeys(min(one, len(names) - 1) for one in parities):
+        for parity in dict.fromkeys(min(count, len(names) - 1) for count in parities):
             sets = _deal_into_sets(line, units, 2 if scheme == "partner" else set_size, parity)
-            if all(_largest_unit_share(one, units) <= parity for one in sets):
+            if all(_largest_unit_share(erasure_set, units) <= parity for erasure_set in sets):
                 named = _effective_scheme(sets, parity)
                 if scheme not in ("auto", named):
                     notes.append(f"{scheme} was asked for; sets of such sizes make it {named}")
@@ -184,8 +186,8 @@ def check_survivable(
     if scheme == "none":
         raise UsageError(f"{_KEY}.survive: {survive} is not survived with scheme: none; set scheme: auto")
     if levels is not None and survive != NODE_DOMAIN and survive not in levels:
-        known = ", ".join((NODE_DOMAIN, *levels))
-        raise UsageError(f"{_KEY}.survive: {survive} is no level of this fabric; use one of {known}")
+        allowed = ", ".join((NODE_DOMAIN, *levels))
+        raise UsageError(f"{_KEY}.survive: {survive} is no level of this fabric; use one of {allowed}")
     if nodes < 2:
         raise UsageError(
             f"{_KEY}.survive: the loss of a {survive} is not survived by one node alone; take more nodes, or"
@@ -246,10 +248,10 @@ def _effective_scheme(sets: Sequence[Sequence[str]], parity: int) -> ParitySchem
     return "xor" if parity == 1 else "rs"
 
 
-def _explain_domain(domain: str, known: list[str]) -> str:
-    if len(known) == 1:
+def _explain_domain(domain: str, domains: list[str]) -> str:
+    if len(domains) == 1:
         return "no level of the fabric is known, so that only the loss of nodes is counted on"
-    higher = known[known.index(domain) + 1 :]
+    higher = domains[domains.index(domain) + 1 :]
     but = f", as no {' or '.join(higher)} can be lost" if higher else ""
     return f"{domain} is the highest level of which this placement can lose any one{but}"
 

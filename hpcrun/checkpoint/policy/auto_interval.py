@@ -38,12 +38,12 @@ def choose_interval(nodes: int, stall_s: float, flush_s: float) -> ChosenInterva
     """The interval for a job of so many nodes whose saves cost so much."""
     tier = LevelGroup((LevelSaveCost("memory", stall_s), LevelSaveCost("durable", 0.0, flush_s)))
     rate = sum(
-        one.per_s or 0.0
-        for one in estimate_failure_rates(FailureHistory(), nodes)
-        if one.kind in tier.survives
+        estimate.per_s or 0.0
+        for estimate in estimate_failure_rates(FailureHistory(), nodes)
+        if estimate.kind in tier.survives
     )
     best = daly_interval(stall_s, rate)
-    found = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, best))
+    interval_s = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, best))
     least = max(stall_s / DEFAULT_OVERHEAD_BOUND, flush_s)
     nodes_told = f"{nodes} node{'s' * (nodes > 1)}"
     why = (
@@ -51,16 +51,16 @@ def choose_interval(nodes: int, stall_s: float, flush_s: float) -> ChosenInterva
         f" {format_time_span(flush_s)}; with one failure of {nodes_told} in {format_time_span(1 / rate)}"
         f" least is lost at {format_time_span(best)} (Daly)"
     )
-    if least > found:
+    if least > interval_s:
         what = (
             f"a cost of {DEFAULT_OVERHEAD_BOUND:.0%}"
             if stall_s / DEFAULT_OVERHEAD_BOUND >= flush_s
             else "the last save to be stored"
         )
         return ChosenInterval(least, stall_s, flush_s, f"{why}; made longer for {what}")
-    if found != best:
+    if interval_s != best:
         why += f"; saves stay between {_SHORTEST} and {_LONGEST} apart"
-    return ChosenInterval(found, stall_s, flush_s, why)
+    return ChosenInterval(interval_s, stall_s, flush_s, why)
 
 
 class AutoInterval:
@@ -91,9 +91,9 @@ class AutoInterval:
             return None
         if not self._stalls:
             return None
-        found = choose_interval(self._nodes, max(self._stalls), max(self._flushes, default=0.0))
-        self.every_s = found.every_s
-        if abs(found.every_s - self._told_s) <= _MIN_CHANGE * self._told_s:
+        chosen = choose_interval(self._nodes, max(self._stalls), max(self._flushes, default=0.0))
+        self.every_s = chosen.every_s
+        if abs(chosen.every_s - self._told_s) <= _MIN_CHANGE * self._told_s:
             return None
-        self._told_s = found.every_s
-        return found
+        self._told_s = chosen.every_s
+        return chosen

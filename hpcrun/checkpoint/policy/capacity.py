@@ -57,22 +57,22 @@ def plan_save_storage_in_time(
     """
     if not spec.checkpoint.every and not spec.checkpoint.at_end:
         return None
-    found: list[StoragePlan | None] = []
+    plans: list[StoragePlan | None] = []
 
     def look() -> None:
         try:
-            found.append(
+            plans.append(
                 plan_save_storage(
                     spec, compute_save_sizes(spec, plan), place, held=held, lfs=LfsClient(_ANSWER_TIMEOUT_S)
                 )
             )
         except (OSError, SiteError) as error:
-            found.append(_unresponsive_storage(place, str(error)))
+            plans.append(_unresponsive_storage(place, str(error)))
 
     thread = threading.Thread(target=look, name="place for saves", daemon=True)
     thread.start()
     thread.join(most_s)
-    return found[0] if found else _unresponsive_storage(place, f"it has not answered in {most_s:g} s")
+    return plans[0] if plans else _unresponsive_storage(place, f"it has not answered in {most_s:g} s")
 
 
 def _unresponsive_storage(place: Path, why: str) -> StoragePlan:

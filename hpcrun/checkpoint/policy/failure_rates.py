@@ -104,9 +104,9 @@ def estimate_failure_rates(
     The mean of the Gamma distribution that comes of a prior (shape: its weight, rate: weight over its mean)
     and of n failures in so many node-seconds: (weight + n) / (weight / prior + node-seconds).
     """
-    known = given or {}
+    rates = given or {}
     return [
-        FailureRate(kind, known[kind], "as given") if kind in known else _estimate_rate(kind, seen, nodes)
+        FailureRate(kind, rates[kind], "as given") if kind in rates else _estimate_rate(kind, seen, nodes)
         for kind in FAILURE_KINDS
     ]
 

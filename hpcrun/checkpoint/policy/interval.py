@@ -46,22 +46,22 @@ class LevelGroup:
     @property
     def name(self) -> str:
         """Its levels in words."""
-        return " + ".join(one.level for one in self.costs)
+        return " + ".join(cost.level for cost in self.costs)
 
     @property
     def stall_s(self) -> float:
         """What one save of it costs."""
-        return math.fsum(one.stall_s for one in self.costs)
+        return math.fsum(cost.stall_s for cost in self.costs)
 
     @property
     def flush_s(self) -> float:
         """How long it keeps the checkpoint worker busy."""
-        return math.fsum(one.flush_s for one in self.costs)
+        return math.fsum(cost.flush_s for cost in self.costs)
 
     @property
     def survives(self) -> set[FailureKind]:
         """Failures that it survives."""
-        return {kind for one in self.costs for kind in SURVIVED_FAILURES[one.level]}
+        return {kind for cost in self.costs for kind in SURVIVED_FAILURES[cost.level]}
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ def storage_lag_s(tiers: Sequence[LevelGroup], index: int, level: CheckpointLeve
     """From the moment of a save until this level of this tier has it: levels take it one after the other."""
     total = 0.0
     for tier in tiers[: index + 1]:
-        for one in tier.costs:
-            total += one.flush_s
-            if tier is tiers[index] and one.level == level:
+        for cost in tier.costs:
+            total += cost.flush_s
+            if tier is tiers[index] and cost.level == level:
                 return total
     return total
 
@@ -122,9 +122,9 @@ def storage_lag_s(tiers: Sequence[LevelGroup], index: int, level: CheckpointLeve
 def find_covering_level(tiers: Sequence[LevelGroup], kind: FailureKind) -> tuple[int, LevelSaveCost] | None:
     """The nearest level that survives a kind of failure, and the tier that it is in; None where none does."""
     for index, tier in enumerate(tiers):
-        for one in tier.costs:
-            if kind in SURVIVED_FAILURES[one.level]:
-                return index, one
+        for cost in tier.costs:
+            if kind in SURVIVED_FAILURES[cost.level]:
+                return index, cost
     return None
 
 
@@ -144,30 +144,30 @@ def recommend_intervals(
     of time that saves may cost. `slots`: saves that the memory of a node holds.
     """
     own = _covered_rates(tiers, rates)
-    wanted = _pool_intervals(tiers, own, bound)
+    pooled = _pool_intervals(tiers, own, bound)
     reasons = [
-        [_explain_interval(tier, rate, want)] for tier, rate, want in zip(tiers, own, wanted, strict=True)
+        [_explain_interval(tier, rate, want)] for tier, rate, want in zip(tiers, own, pooled, strict=True)
     ]
-    total = math.fsum(tier.stall_s / want for tier, want in zip(tiers, wanted, strict=True) if want)
+    total = math.fsum(tier.stall_s / want for tier, want in zip(tiers, pooled, strict=True) if want)
     is_bound = total > bound * (1 + 1e-9)
     if is_bound:
         longer = total / bound
-        wanted = [want * longer for want in wanted]
-        told = f"saves would cost {total:.1%}: {longer:.3g} times as long for the bound of {bound:.1%}"
+        pooled = [want * longer for want in pooled]
+        note = f"saves would cost {total:.1%}: {longer:.3g} times as long for the bound of {bound:.1%}"
         for lines in reasons:
-            lines.append(told)
+            lines.append(note)
     floors = _minimum_intervals(tiers, slots, on_backlog)
     for index in range(len(tiers) - 1, 0, -1):
-        if wanted[index] <= wanted[index - 1] and floors[index] > floors[index - 1]:
+        if pooled[index] <= pooled[index - 1] and floors[index] > floors[index - 1]:
             floors[index - 1] = floors[index]  # what is taken together waits together
-    found: list[SaveInterval] = []
+    intervals: list[SaveInterval] = []
     for index, tier in enumerate(tiers):
-        goal = _IntervalGoal(wanted[index], *floors[index], is_bound)
-        times, every_s, lines = _round_to_multiple(found, goal, step_s)
-        found.append(SaveInterval(tier, every_s, times, own[index], (*reasons[index], *lines)))
-    every = [one.every_s for one in found]
+        goal = _IntervalGoal(pooled[index], *floors[index], is_bound)
+        times, every_s, lines = _round_to_multiple(intervals, goal, step_s)
+        intervals.append(SaveInterval(tier, every_s, times, own[index], (*reasons[index], *lines)))
+    every = [interval.every_s for interval in intervals]
     overhead = math.fsum(tier.stall_s / (t + tier.stall_s) for tier, t in zip(tiers, every, strict=True))
-    return IntervalAdvice(tuple(found), overhead, expected_waste(tiers, every, rates))
+    return IntervalAdvice(tuple(intervals), overhead, expected_waste(tiers, every, rates))
 
 
 def expected_waste(
@@ -179,19 +179,19 @@ def expected_waste(
     """
     total = math.fsum(tier.stall_s / (t + tier.stall_s) for tier, t in zip(tiers, every_s, strict=True) if t)
     for kind, rate in rates.items():
-        if (found := find_covering_level(tiers, kind)) is not None:
-            index, cost = found
+        if (covering := find_covering_level(tiers, kind)) is not None:
+            index, cost = covering
             total += rate * (every_s[index] / 2 + storage_lag_s(tiers, index, cost.level) + cost.restart_s)
     return min(1.0, total)
 
 
 def _covered_rates(tiers: Sequence[LevelGroup], rates: Mapping[FailureKind, float]) -> list[float]:
     """The failures that each tier is there for: those that it survives, and none nearer does."""
-    found, before = [], set[FailureKind]()
+    goals, before = [], set[FailureKind]()
     for tier in tiers:
-        found.append(math.fsum(rate for kind, rate in rates.items() if kind in tier.survives - before))
+        goals.append(math.fsum(rate for kind, rate in rates.items() if kind in tier.survives - before))
         before |= tier.survives
-    return found
+    return goals
 
 
 def _pool_intervals(tiers: Sequence[LevelGroup], own: Sequence[float], bound: float) -> list[float]:
@@ -206,8 +206,8 @@ def _pool_intervals(tiers: Sequence[LevelGroup], own: Sequence[float], bound: fl
         while (
             len(pools) > 1 and pools[-1][1] and daly_interval(*pools[-1][:2]) < daly_interval(*pools[-2][:2])
         ):
-            (cost, many, count), (other, more, others) = pools.pop(), pools.pop()
-            pools.append((cost + other, many + more, count + others))
+            (cost, many, count), (other, other_rate, others) = pools.pop(), pools.pop()
+            pools.append((cost + other, many + other_rate, count + others))
     return [
         daly_interval(cost, rate) if rate else cost / bound
         for cost, rate, count in pools
@@ -247,12 +247,12 @@ def _round_to_multiple(
     lines = []
     if goal.floor_s > goal.wanted_s:
         lines.append(f"no shorter than {format_time_span(goal.floor_s)}: {goal.why}")
-    wanted = max(goal.floor_s, goal.wanted_s, _MIN_INTERVAL_S)
-    least = wanted if goal.is_bound else goal.floor_s
+    interval_s = max(goal.floor_s, goal.wanted_s, _MIN_INTERVAL_S)
+    least = interval_s if goal.is_bound else goal.floor_s
     unit = before[-1].every_s if before else step_s or 0.0
     if not unit:
-        return 1, wanted, lines
-    count = max(1, round(wanted / unit))
+        return 1, interval_s, lines
+    count = max(1, round(interval_s / unit))
     if count * unit < least * (1 - 1e-9):
         count += 1
     return count if before else 1, count * unit, lines

@@ -63,8 +63,8 @@ class RetentionRule:
 def find_linked_saves(checkpoints: Path) -> set[str]:
     """The names of saves that a symbolic link beside them points at, such as a person's `latest`."""
     try:
-        links = [one for one in checkpoints.iterdir() if one.is_symlink()]
-        return {one.readlink().name for one in links}
+        links = [entry for entry in checkpoints.iterdir() if entry.is_symlink()]
+        return {link.readlink().name for link in links}
     except OSError:
         return set()
 

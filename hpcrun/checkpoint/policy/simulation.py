@@ -68,12 +68,12 @@ class _SaveCycle:
 
 def draw_failure_trace(rates: Mapping[FailureKind, float], horizon_s: float, seed: int) -> list[FailureEvent]:
     """Failures that come independently, each kind at its rate."""
-    draw, found = random.Random(seed), list[FailureEvent]()
+    draw, events = random.Random(seed), list[FailureEvent]()
     for kind, rate in sorted(rates.items()):
         at = 0.0
         while rate > 0 and (at := at + draw.expovariate(rate)) < horizon_s:
-            found.append((at, kind))
-    return sorted(found)
+            events.append((at, kind))
+    return sorted(events)
 
 
 def simulate_run(
@@ -121,15 +121,15 @@ def check_advice(
         return None
     horizon = failures / total
     trace = draw_failure_trace(rates, horizon, seed)
-    times = [one.times for one in advice.intervals]
+    times = [interval.times for interval in advice.intervals]
     first = advice.intervals[0].every_s
 
     def run(every: float, factors: Sequence[float]) -> IntervalCandidate:
         intervals = [every]
         for count, factor in zip(times[1:], factors, strict=True):
             intervals.append(intervals[-1] * max(1, round(count * factor)))
-        told = simulate_run(tiers, intervals, trace, horizon, slots=slots, on_backlog=on_backlog)
-        return IntervalCandidate(tuple(intervals), told.efficiency)
+        simulated = simulate_run(tiers, intervals, trace, horizon, slots=slots, on_backlog=on_backlog)
+        return IntervalCandidate(tuple(intervals), simulated.efficiency)
 
     same = [1.0] * (len(times) - 1)
     at = {factor: run(first * factor, same) for factor in (0.5, 1.0, 2.0)}
@@ -138,16 +138,16 @@ def check_advice(
         every = first * 2.0 ** (exponent / 3)
         for factor in (0.25, 0.5, 1.0, 2.0, 4.0) if same else (1.0,):
             tried.append(run(every, [factor / 2.0 ** (exponent / 3), *same[1:]] if same else same))
-    return AdviceCheck(at, max(tried, key=lambda one: one.efficiency), len(trace))
+    return AdviceCheck(at, max(tried, key=lambda tried_run: tried_run.efficiency), len(trace))
 
 
 class _SimulatedRun:
     """Where a run stands: how far it has come, and what each level has of it."""
 
     def __init__(self, tiers: Sequence[LevelGroup], cycle: _SaveCycle, every_s: float) -> None:
-        self._costs = [one for tier in tiers for one in tier.costs]
+        self._costs = [cost for tier in tiers for cost in tier.costs]
         self._cycle, self._every_s = cycle, every_s
-        self._has = dict.fromkeys((one.level for one in self._costs), 0)
+        self._has = dict.fromkeys((cost.level for cost in self._costs), 0)
         """The newest save of each level, by its number; 0 is the beginning."""
         self._from, self._begin = 0, 0.0
         self.position_s = self.lost_s = self.restart_s = 0.0
@@ -193,13 +193,13 @@ class _SimulatedRun:
         """What it loses, and from where it goes on."""
         self.train(at)
         reached, self.failures = self.position_s, self.failures + 1
-        left = [one for one in self._costs if kind in SURVIVED_FAILURES[one.level]]
-        best = max(left, key=lambda one: self._has[one.level], default=None)
+        left = [cost for cost in self._costs if kind in SURVIVED_FAILURES[cost.level]]
+        best = max(left, key=lambda cost: self._has[cost.level], default=None)
         save = self._has[best.level] if best else 0
-        for one in self._costs:
-            if one not in left:
-                self._has[one.level] = 0
-        restart = best.restart_s if best else max(one.restart_s for one in self._costs)
+        for cost in self._costs:
+            if cost not in left:
+                self._has[cost.level] = 0
+        restart = best.restart_s if best else max(cost.restart_s for cost in self._costs)
         self.restart_s += restart - max(0.0, self._begin - at)
         self._from, self._begin = save, at + restart
         self.position_s = save * self._every_s
@@ -214,7 +214,7 @@ def _simulate_cycle(
     size = max(counts) * -(-_MIN_CYCLE_SAVES // max(counts))
     ends, free = list[float](), [0.0] * max(1, slots)
     stored: dict[CheckpointLevel, list[tuple[int, float]]] = {
-        one.level: [] for tier in tiers for one in tier.costs
+        cost.level: [] for tier in tiers for cost in tier.costs
     }
     now = worker = 0.0
     for number in range(1, 2 * size + 1):
@@ -224,14 +224,14 @@ def _simulate_cycle(
             due = [tier for tier, count in zip(tiers, counts, strict=True) if number % count == 0]
             now = begin + math.fsum(tier.stall_s for tier in due)
             worker = max(worker, now)
-            for one in (cost for tier in due for cost in tier.costs):
-                worker += one.flush_s
-                stored[one.level].append((number, worker))
+            for due_cost in (cost for tier in due for cost in tier.costs):
+                worker += due_cost.flush_s
+                stored[due_cost.level].append((number, worker))
             free[free.index(min(free))] = worker
         ends.append(now)
     start = ends[size - 1]
     second = {
-        level: ([n - size for n, _ in found if n > size], [at - start for n, at in found if n > size])
-        for level, found in stored.items()
+        level: ([n - size for n, _ in stored_at if n > size], [at - start for n, at in stored_at if n > size])
+        for level, stored_at in stored.items()
     }
     return _SaveCycle(ends[-1] - start, [end - start for end in ends[size:]], second)

@@ -81,7 +81,7 @@ def count_stage_parameters(spec: JobSpec, plan: Plan) -> list[int]:
     """Parameters that each pipeline rank's group holds, once."""
     model = spec.model
     assert model is not None
-    embedding, found = model.vocab * model.hidden, []
+    embedding, sizes = model.vocab * model.hidden, []
     for pp_rank in range(plan.pp):
         total = 0
         for stage in plan.stages_of(pp_rank):
@@ -90,8 +90,8 @@ def count_stage_parameters(spec: JobSpec, plan: Plan) -> list[int]:
             total += embedding if stage == 0 else 0
             if stage == plan.stages - 1:
                 total += model.hidden + (0 if model.tied else embedding)
-        found.append(total)
-    return found
+        sizes.append(total)
+    return sizes
 
 
 def compute_memory_budget(
@@ -122,12 +122,12 @@ def _parity_bytes(sizes: SaveSizes, sets: ErasureSets | None) -> SourcedValue:
 
 def node_memory(spec: JobSpec, cluster: ClusterSpec | None) -> SourcedValue:
     """The memory that a job may use on each node: what it asks for, else all that a node has."""
-    asked = spec.resources
-    if asked.mem is not None and (amount := parse_memory(asked.mem)) > 0:
-        return SourcedValue(amount * 2.0**20, f"resources.mem: {asked.mem}")
+    resources = spec.resources
+    if resources.mem is not None and (amount := parse_memory(resources.mem)) > 0:
+        return SourcedValue(amount * 2.0**20, f"resources.mem: {resources.mem}")
     if cluster is None:
         return SourcedValue(None, "no profile, and the job asks for none (resources.mem)")
-    name = asked.partition or cluster.default_partition
+    name = resources.partition or cluster.default_partition
     partition = cluster.partitions.get(name) if name else None
     if partition is None or partition.mem_per_node is None:
         return SourcedValue(None, f"profile {cluster.name} has no mem_per_node for partition {name}")

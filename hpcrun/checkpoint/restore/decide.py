@@ -60,19 +60,24 @@ def decide_restore(
     """
     near = _group_entries(holdings, {*nodes, SHARED_NODE})
     poisoned = {generation for generation, count in poison.items() if count >= SUSPECT_AFTER_FAILURES}
-    known: list[GenerationId | SavedCheckpoint | ObjectCandidate] = [*near, *saves, *objects]
-    line = {lineage_order(one) for one in select_lineage(_candidate_id(one) for one in known)}
-    found = _RestoreCandidates(near, nodes, check, scraps)
-    for one in known:
-        found.add(lineage_order(_candidate_id(one)), _suspect_key(one, poisoned), one)
-    lost = sorted(unreadable, key=lambda one: step_of_directory(one.path), reverse=True)
-    newest = max([step for _, step in line] + [step_of_directory(one.path) for one in lost], default=0)
+    candidates: list[GenerationId | SavedCheckpoint | ObjectCandidate] = [*near, *saves, *objects]
+    line = {
+        lineage_order(candidate)
+        for candidate in select_lineage(_candidate_id(candidate) for candidate in candidates)
+    }
+    usable_candidates = _RestoreCandidates(near, nodes, check, scraps)
+    for candidate in candidates:
+        usable_candidates.add(
+            lineage_order(_candidate_id(candidate)), _suspect_key(candidate, poisoned), candidate
+        )
+    lost = sorted(unreadable, key=lambda save: step_of_directory(save.path), reverse=True)
+    newest = max([step for _, step in line] + [step_of_directory(save.path) for save in lost], default=0)
     used = tuple(sorted(poisoned))
     passed_over: list[str] = []
     for place in sorted(line, reverse=True):
         while lost and step_of_directory(lost[0].path) >= place[1]:
             passed_over.append(_damage_text(lost.pop(0)))
-        plan = found.best(place, passed_over)
+        plan = usable_candidates.best(place, passed_over)
         if plan is not None:
             return with_values(
                 plan, lost_steps=newest - place[1], passed_over=tuple(passed_over), poisoned=used
@@ -81,21 +86,23 @@ def decide_restore(
     return RestorePlan(None, lost_steps=max(newest, 0), passed_over=tuple(passed_over), poisoned=used)
 
 
-def _candidate_id(one: GenerationId | SavedCheckpoint | ObjectCandidate) -> GenerationId:
-    if isinstance(one, ObjectCandidate):
-        return one.stamp
-    return one if isinstance(one, GenerationId) else generation_id_of(one)
+def _candidate_id(candidate: GenerationId | SavedCheckpoint | ObjectCandidate) -> GenerationId:
+    if isinstance(candidate, ObjectCandidate):
+        return candidate.stamp
+    return candidate if isinstance(candidate, GenerationId) else generation_id_of(candidate)
 
 
-def _suspect_key(one: GenerationId | SavedCheckpoint | ObjectCandidate, poisoned: Collection[str]) -> str:
+def _suspect_key(
+    candidate: GenerationId | SavedCheckpoint | ObjectCandidate, poisoned: Collection[str]
+) -> str:
     """What a candidate is poisoned as; empty where it is not."""
-    key = _candidate_id(one).generation
-    is_bad = key in poisoned or (isinstance(one, GenerationId) and node_failure_key(key) in poisoned)
+    key = _candidate_id(candidate).generation
+    is_bad = key in poisoned or (isinstance(candidate, GenerationId) and node_failure_key(key) in poisoned)
     return key if is_bad else ""
 
 
-def _damage_text(one: UnreadableCheckpoint) -> str:
-    return f"{one.path}: is damaged: {one.problem}"
+def _damage_text(save: UnreadableCheckpoint) -> str:
+    return f"{save.path}: is damaged: {save.problem}"
 
 
 def node_failure_key(generation: str) -> str:
@@ -136,15 +143,15 @@ class _RestoreCandidates:
         """The cheapest plan for a step of a start; what is wrong with all others of it is told."""
         usable: list[_RestoreCandidate] = []
         _, step = place
-        for poisoned, one in self._of[place]:
+        for poisoned, candidate in self._of[place]:
             if poisoned:
                 passed_over.append(
                     f"step {step}, generation {poisoned}: has failed to be gone on from, or proved damaged"
                 )
             else:
-                usable.append(one)
+                usable.append(candidate)
         plans, partial = [], dict[GenerationId, _MissingParts]()
-        for stamp in (one for one in usable if isinstance(one, GenerationId)):
+        for stamp in (candidate for candidate in usable if isinstance(candidate, GenerationId)):
             outcome = _plan_from_nodes(stamp, self._near[stamp], self._nodes)
             if isinstance(outcome, RestorePlan):
                 plans.append(outcome)
@@ -152,16 +159,18 @@ class _RestoreCandidates:
                 partial[stamp] = outcome
         if plans:
             return min(plans, key=_plan_cost)
-        committed, wrong = self._committed(usable, {one.generation for one in partial})
+        committed, wrong = self._committed(usable, {other.generation for other in partial})
         plan = committed or self._mixed(partial)
         if plan is not None and plan.stamp in partial:
             # It is gone on from, only from elsewhere.
             del partial[plan.stamp]
-        passed_over += [f"step {step}, generation {one.generation}: {why}" for one, why in partial.items()]
+        passed_over += [
+            f"step {step}, generation {other.generation}: {why}" for other, why in partial.items()
+        ]
         passed_over += wrong
         if plan is not None:
             return plan
-        for copy in (one for one in usable if isinstance(one, ObjectCandidate)):
+        for copy in (candidate for candidate in usable if isinstance(candidate, ObjectCandidate)):
             return RestorePlan(copy.stamp, ("object",), copy=copy.url)
         return None
 
@@ -170,7 +179,7 @@ class _RestoreCandidates:
     ) -> tuple[RestorePlan | None, list[str]]:
         """From a save in the run directory; and what is wrong with others of the step."""
         wrong: list[str] = []
-        for saved in (one for one in usable if isinstance(one, SavedCheckpoint)):
+        for saved in (candidate for candidate in usable if isinstance(candidate, SavedCheckpoint)):
             problem = self._check(saved)
             if problem is None:
                 is_held = saved.generation in held
@@ -183,7 +192,7 @@ class _RestoreCandidates:
 
     def _mixed(self, partial: dict[GenerationId, _MissingParts]) -> RestorePlan | None:
         """From what nodes hold and whole parts of files that are no whole save; it is no longer partial."""
-        for stamp in sorted(partial, key=lambda one: -one.attempt):
+        for stamp in sorted(partial, key=lambda item: -item.attempt):
             scraps = self._scraps(stamp, partial[stamp].numbers) if partial[stamp].numbers else None
             if scraps is None:
                 continue
@@ -197,8 +206,15 @@ class _RestoreCandidates:
 
 def generation_id_of(saved: SavedCheckpoint) -> GenerationId:
     """Which state a save is of."""
-    one = saved
-    return GenerationId(one.generation, one.step, one.position, one.world_size, one.attempt, one.descent)
+    candidate = saved
+    return GenerationId(
+        candidate.generation,
+        candidate.step,
+        candidate.position,
+        candidate.world_size,
+        candidate.attempt,
+        candidate.descent,
+    )
 
 
 def _plan_cost(plan: RestorePlan) -> tuple[int, int, int]:
@@ -210,11 +226,11 @@ def _plan_cost(plan: RestorePlan) -> tuple[int, int, int]:
 def _group_entries(
     holdings: Iterable[InventoryEntry], living: Collection[str]
 ) -> dict[GenerationId, list[InventoryEntry]]:
-    found: dict[GenerationId, list[InventoryEntry]] = {}
-    for one in holdings:
-        if one.node in living:
-            found.setdefault(one.stamp, []).append(one)
-    return found
+    by_stamp: dict[GenerationId, list[InventoryEntry]] = {}
+    for entry in holdings:
+        if entry.node in living:
+            by_stamp.setdefault(entry.stamp, []).append(entry)
+    return by_stamp
 
 
 def _plan_from_nodes(
@@ -225,22 +241,22 @@ def _plan_from_nodes(
     for source in _list_sources(holdings):
         if not 0 <= source.number < stamp.world_size:
             return _MissingParts(f"{source.node} holds part {source.number} of {stamp.world_size}")
-        known = sources.setdefault(source.number, source)
-        if known.part != source.part:
+        previous = sources.setdefault(source.number, source)
+        if previous.part != source.part:
             return _MissingParts(
-                f"part {source.number} on {_source_place(known)} is not the one on {_source_place(source)}"
+                f"part {source.number} on {_source_place(previous)} is not the one on {_source_place(source)}"
             )
-        if _LEVEL_COST[source.level] < _LEVEL_COST[known.level]:
+        if _LEVEL_COST[source.level] < _LEVEL_COST[previous.level]:
             sources[source.number] = source
     missing = set(range(stamp.world_size)) - sources.keys()
     rebuilds: list[RebuildOrder] = []
     sets = _find_erasure_sets(holdings) if missing else {}
     for members, blocks in sets.items():
-        for number, part in (one for member in members for one in member.parts):
+        for number, part in (held for member in members for held in member.parts):
             if number in sources and sources[number].part != part:
                 where = _source_place(sources[number])
                 return _MissingParts(f"part {number} on {where} is not the one that parity was made of")
-        if missing & {number for one in members for number, _ in one.parts}:
+        if missing & {number for member in members for number, _ in member.parts}:
             order = _plan_rebuild(
                 stamp, members, blocks, sources, _choose_builder(nodes, holdings, len(rebuilds))
             )
@@ -263,9 +279,9 @@ def _source_place(source: PartSource) -> str:
 
 
 def _list_sources(holdings: Iterable[InventoryEntry]) -> Iterator[PartSource]:
-    for one in holdings:
-        for held in one.parts:
-            yield PartSource(held.number, one.node, held.path, held.at, held.part, one.level)
+    for entry in holdings:
+        for held in entry.parts:
+            yield PartSource(held.number, entry.node, held.path, held.at, held.part, entry.level)
 
 
 _ParityBlocks = dict[int, tuple[str, HeldParity]]
@@ -273,11 +289,13 @@ _ParityBlocks = dict[int, tuple[str, HeldParity]]
 
 def _find_erasure_sets(holdings: Iterable[InventoryEntry]) -> dict[tuple[SetMember, ...], _ParityBlocks]:
     """The erasure sets, with the blocks that are there, by the place of the member that had them."""
-    found: dict[tuple[SetMember, ...], _ParityBlocks] = {}
-    for one in holdings:
-        if one.parity is not None and 0 <= one.parity.index < len(one.parity.members):
-            found.setdefault(one.parity.members, {}).setdefault(one.parity.index, (one.node, one.parity))
-    return found
+    by_members: dict[tuple[SetMember, ...], _ParityBlocks] = {}
+    for entry in holdings:
+        if entry.parity is not None and 0 <= entry.parity.index < len(entry.parity.members):
+            by_members.setdefault(entry.parity.members, {}).setdefault(
+                entry.parity.index, (entry.node, entry.parity)
+            )
+    return by_members
 
 
 def _find_lost_members(
@@ -286,8 +304,8 @@ def _find_lost_members(
     """The members that are not whole: a part of them is missing, or their parity blocks are."""
     return tuple(
         index
-        for index, one in enumerate(members)
-        if index not in blocks or any(number not in sources for number, _ in one.parts)
+        for index, member in enumerate(members)
+        if index not in blocks or any(number not in sources for number, _ in member.parts)
     )
 
 
@@ -325,14 +343,14 @@ def plan_rebuilds(stamp: GenerationId, holdings: Sequence[InventoryEntry], node:
         sources.setdefault(source.number, source)
     orders = []
     for members, blocks in _find_erasure_sets(holdings).items():
-        if any(number not in sources for one in members for number, _ in one.parts):
+        if any(number not in sources for member in members for number, _ in member.parts):
             orders.append(_plan_rebuild(stamp, members, blocks, sources, node))
     return [order for order in orders if order is not None]
 
 
 def _choose_builder(nodes: Sequence[str], holdings: Iterable[InventoryEntry], turn: int) -> str:
     """Who rebuilds: a node that has nothing of the generation yet, else one after the other."""
-    busy = {one.node for one in holdings}
+    busy = {entry.node for entry in holdings}
     free = [node for node in nodes if node not in busy] or list(nodes)
     return free[turn % len(free)]
 
@@ -351,7 +369,7 @@ def _describe_missing(
     )
     text = f"{parts} on no node that answers"
     for members, blocks in sets.items():
-        if missing & {number for one in members for number, _ in one.parts}:
+        if missing & {number for member in members for number, _ in member.parts}:
             lost = _find_lost_members(members, blocks, sources)
             parity = min(held.parity for _, held in blocks.values())
             names = ",".join(members[index].node for index in lost)

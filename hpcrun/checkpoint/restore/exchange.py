@@ -116,13 +116,13 @@ def copy_generation_out(
             _copy_synced(source, directory / name)
         finally:
             os.close(source)
-    told = replace(saved, **asdict(owner)) if owner else saved
-    write_synced_file(directory / COMMIT_RECORD, render_commit_record(told).encode())
+    record = replace(saved, **asdict(owner)) if owner else saved
+    write_synced_file(directory / COMMIT_RECORD, render_commit_record(record).encode())
     # What was written is read again, mostly from memory: it proves the copy, and so what it was made from.
     with GenerationReader(replace(saved, path=directory)) as copy:
-        found = find_generation_damages(copy, jobs or default_verify_jobs(), progress)
-    if found:
-        raise DamagedError(f"{saved.path}: {found[0].removeprefix(f'{directory}/')}")
+        damages = find_generation_damages(copy, jobs or default_verify_jobs(), progress)
+    if damages:
+        raise DamagedError(f"{saved.path}: {damages[0].removeprefix(f'{directory}/')}")
     sync_directory(directory)
 
 

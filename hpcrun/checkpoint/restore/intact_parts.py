@@ -25,7 +25,7 @@ from hpcrun.checkpoint.restore_plan import SHARED_NODE
 
 
 def find_intact_parts(
-    checkpoints: Path, stamp: GenerationId, wanted: Collection[int], *, prove: bool
+    checkpoints: Path, stamp: GenerationId, numbers: Collection[int], *, prove: bool
 ) -> InventoryEntry | None:
     """Those of the wanted parts that are whole in some directory of their step; None where none is.
 
@@ -35,7 +35,7 @@ def find_intact_parts(
     generation, found = bytes.fromhex(stamp.generation), dict[int, HeldPart]()
     for folder in _step_directories(checkpoints, stamp.step):
         for number, part in _list_claimed_parts(folder, stamp):
-            if number in found or number not in wanted:
+            if number in found or number not in numbers:
                 continue
             held = HeldPart(number, str(folder / data_file_name(part.file)), part.start, part)
             with suppress(DamagedError):
@@ -49,7 +49,7 @@ def _step_directories(checkpoints: Path, step: int) -> list[Path]:
     """Where files of a step may lie: committed, set aside, and never committed."""
     name = f"step-{step:08d}"
     patterns = (name, f"{DAMAGED_PREFIX}{name}.*", f".{name}.*")
-    return [one for pattern in patterns for one in sorted(checkpoints.glob(pattern)) if one.is_dir()]
+    return [path for pattern in patterns for path in sorted(checkpoints.glob(pattern)) if path.is_dir()]
 
 
 def _list_claimed_parts(folder: Path, stamp: GenerationId) -> Iterator[tuple[int, Part]]:
@@ -67,6 +67,6 @@ def _list_claimed_parts(folder: Path, stamp: GenerationId) -> Iterator[tuple[int
     # What is half written may look whole: only what its worker has synced and recorded counts.
     for path in sorted(folder.glob("parts-*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):
-            told = parse_checksummed(json.loads(path.read_text(encoding="utf-8")))
-            if told["stamp"] == asdict(stamp):
-                yield from [(number, Part(*fields)) for number, _, *fields in told["parts"]]
+            values = parse_checksummed(json.loads(path.read_text(encoding="utf-8")))
+            if values["stamp"] == asdict(stamp):
+                yield from [(number, Part(*fields)) for number, _, *fields in values["parts"]]

@@ -16,25 +16,25 @@ class InventoryReader:
     def __init__(self) -> None:
         self._known: dict[str, list[tuple[Sequence[Any], tuple[SetMember, ...]]]] = {}
 
-    def read(self, told: Iterable[dict[str, Any]]) -> Iterator[InventoryEntry | str]:
+    def read(self, entries: Iterable[dict[str, Any]]) -> Iterator[InventoryEntry | str]:
         """Each holding, or what is wrong with it."""
         with gc_paused():
-            for one in told:
+            for entry in entries:
                 try:
-                    yield parse_inventory_entry(one, self._members)
+                    yield parse_inventory_entry(entry, self._members)
                 except (ValueError, AttributeError) as error:
                     yield str(error)
 
-    def _members(self, told: Sequence[Any]) -> tuple[SetMember, ...]:
-        first = told[0] if told else {}
+    def _members(self, values: Sequence[Any]) -> tuple[SetMember, ...]:
+        first = values[0] if values else {}
         # The tail's hash of its first part is as good as the name of a generation.
         key = str(first["parts"][0][1]["tail_hash"]) if first.get("parts") else ""
-        known = self._known.setdefault(key, [])
-        for seen, members in known:
-            if seen == told:
+        seen_members = self._known.setdefault(key, [])
+        for seen, members in seen_members:
+            if seen == values:
                 return members
-        known.append((told, parse_set_members(told)))
-        return known[-1][1]
+        seen_members.append((values, parse_set_members(values)))
+        return seen_members[-1][1]
 
 
 @contextmanager

@@ -55,11 +55,11 @@ class ObjectStoreCopy:
         try:
             if part.file not in self._indices:
                 self._indices[part.file] = read_object_index(self._store, self._copy, part.file)
-            for one in self._indices[part.file]:
-                first = max(begin, one.start)
-                size = min(begin + len(into), one.start + one.size_bytes) - first
+            for chunk in self._indices[part.file]:
+                first = max(begin, chunk.start)
+                size = min(begin + len(into), chunk.start + chunk.size_bytes) - first
                 if size > 0:
-                    data = self._store.read(f"{self._copy.place}{one.name}", first - one.start, size)
+                    data = self._store.read(f"{self._copy.place}{chunk.name}", first - chunk.start, size)
                     into[first - begin : first - begin + len(data)] = data
                     done += len(data)
         except (DamagedError, FileNotFoundError, IndexError):
@@ -76,20 +76,20 @@ def find_local_inventory(run_id: str, local: str | None, shm: Path = SHM) -> lis
 
     `local` is the job's checkpoint.local.
     """
-    found = list[InventoryEntry]()
+    entries = list[InventoryEntry]()
     for folder in find_arenas(shm, run_id):
         arena = Arena(folder)
-        found += arena.holdings(folder.name)
-        found += list_spare_replicas(arena.files, folder.name)
-        found += [replace(one, node=folder.name) for one in list_parity_entries(arena.files)]
+        entries += arena.holdings(folder.name)
+        entries += list_spare_replicas(arena.files, folder.name)
+        entries += [replace(entry, node=folder.name) for entry in list_parity_entries(arena.files)]
     if local is not None:
         try:
             nodes = LocalTier(local, run_id, "").nodes()
         except SiteError:  # a variable that only the nodes have
-            return found
+            return entries
         for node in nodes:
-            found += LocalTier(local, run_id, node).holdings()
-    return found
+            entries += LocalTier(local, run_id, node).holdings()
+    return entries
 
 
 def rebuild_parts_locally(
@@ -99,13 +99,13 @@ def rebuild_parts_locally(
 
     It is made from what of these holdings, and of the files of the save itself, proves whole.
     """
-    own = [replace(one, node=SHARED_NODE) for one in holdings if one.stamp.generation == generation]
+    own = [replace(entry, node=SHARED_NODE) for entry in holdings if entry.stamp.generation == generation]
     own = exclude_damaged_parts(own, find_damaged_parts(own, {generation}))
     made = list[InventoryEntry]()
-    for stamp in {one.stamp: None for one in own if one.parity is not None}:
-        mine = [one for one in own if one.stamp == stamp]
+    for stamp in {entry.stamp: None for entry in own if entry.parity is not None}:
+        mine = [entry for entry in own if entry.stamp == stamp]
         members = {
-            part for one in mine if one.parity for member in one.parity.members for part in member.parts
+            part for entry in mine if entry.parity for member in entry.parity.members for part in member.parts
         }
         files = tuple(
             HeldPart(n, str(save / data_file_name(part.file)), part.start, part) for n, part in members

@@ -83,13 +83,13 @@ class RepairReport:
 def find_repair_candidates(checkpoints: Path, step: int | None = None) -> list[Path]:
     """What may need repair: every save, and what was set aside and has no other save in its place."""
     saves, unreadable = read_saved_checkpoints(checkpoints)
-    found = [*(saved.path for saved in saves), *(save.path for save in unreadable)]
-    taken = {step_of_directory(path) for path in found}
+    paths = [*(saved.path for saved in saves), *(save.path for save in unreadable)]
+    taken = {step_of_directory(path) for path in paths}
     aside = sorted(
         checkpoints.glob(f"{DAMAGED_PREFIX}*"), key=lambda path: path.stat().st_mtime, reverse=True
     )
-    found += [path for path in aside if _parse_directory_step(path) not in taken]
-    return [path for path in found if step in (None, _parse_directory_step(path))]
+    paths += [path for path in aside if _parse_directory_step(path) not in taken]
+    return [path for path in paths if step in (None, _parse_directory_step(path))]
 
 
 def repair_generation(
@@ -106,28 +106,28 @@ def repair_generation(
     record is lost. OSError where the repaired files cannot be written.
     """
     step = _parse_directory_step(path)
-    told = RepairReport(path, identify_generation(path, step), step)
-    if told.generation is None:
-        told.problem = "no file says which generation it is of"
-        return told
+    report = RepairReport(path, identify_generation(path, step), step)
+    if report.generation is None:
+        report.problem = "no file says which generation it is of"
+        return report
     own = DirectoryCopy(path, "its own files")
-    copies: list[GenerationCopy] = [own, *_sibling_copies(path, told.generation)]
-    copies += [one for one in others if one.generation in (None, told.generation)]
-    found = _RecoveredMetadata(told, copies, stamps)
-    if found.saved is None or found.manifest is None:
-        return told
-    work = _GenerationRepair(told, found.saved, found.manifest, copies, progress)
-    whole = work.survey() and not told.mended and path.name.startswith("step-")
+    copies: list[GenerationCopy] = [own, *_sibling_copies(path, report.generation)]
+    copies += [copy for copy in others if copy.generation in (None, report.generation)]
+    metadata = _RecoveredMetadata(report, copies, stamps)
+    if metadata.saved is None or metadata.manifest is None:
+        return report
+    work = _GenerationRepair(report, metadata.saved, metadata.manifest, copies, progress)
+    whole = work.survey() and not report.mended and path.name.startswith("step-")
     if whole:
         return None
-    if told.missing:
-        count = len(told.missing)
-        told.problem = f"{count} piece{'s are' if count > 1 else ' is'} whole in no copy"
+    if report.missing:
+        count = len(report.missing)
+        report.problem = f"{count} piece{'s are' if count > 1 else ' is'} whole in no copy"
     elif path.name != (name := f"step-{step:08d}") and (path.parent / name).exists():
-        told.problem = f"{name} is there too, and it is repaired first"
+        report.problem = f"{name} is there too, and it is repaired first"
     elif not dry_run:
-        told.repaired = work.commit()
-    return told
+        report.repaired = work.commit()
+    return report
 
 
 def _parse_directory_step(path: Path) -> int:
@@ -139,9 +139,9 @@ def _sibling_copies(path: Path, generation: str) -> list[GenerationCopy]:
     """Other directories of the same generation, in the same place."""
     around = [*path.parent.glob("step-*"), *path.parent.glob(f"{DAMAGED_PREFIX}*")]
     return [
-        DirectoryCopy(one, one.name)
-        for one in sorted(around)
-        if one != path and one.is_dir() and identify_generation(one) == generation
+        DirectoryCopy(entry, entry.name)
+        for entry in sorted(around)
+        if entry != path and entry.is_dir() and identify_generation(entry) == generation
     ]
 
 
@@ -149,30 +149,30 @@ class _RecoveredMetadata:
     """Record and manifest of a generation, from wherever they can be had."""
 
     def __init__(
-        self, told: RepairReport, copies: list[GenerationCopy], stamps: Sequence[GenerationId]
+        self, report: RepairReport, copies: list[GenerationCopy], stamps: Sequence[GenerationId]
     ) -> None:
-        assert told.generation is not None
-        self._told, self._copies = told, copies
+        assert report.generation is not None
+        self._told, self._copies = report, copies
         self.manifest: bytes | None = None
         self.saved = self._record()
-        stamp = next((stamp for stamp in stamps if stamp.generation == told.generation), None)
+        stamp = next((stamp for stamp in stamps if stamp.generation == report.generation), None)
         if self.saved is None and stamp is None:
-            told.problem = f"{COMMIT_RECORD} is damaged, and no other copy has it"
+            report.problem = f"{COMMIT_RECORD} is damaged, and no other copy has it"
             return
         digest = self.saved.manifest_hash if self.saved else None
-        self.manifest = self._manifest(bytes.fromhex(told.generation), digest)
+        self.manifest = self._manifest(bytes.fromhex(report.generation), digest)
         if self.manifest is None:
-            told.problem = (
+            report.problem = (
                 f"{MANIFEST_NAME} is damaged, in no other copy, and cannot be made again from the parts"
             )
         elif self.saved is None and stamp is not None:
-            self.saved = _rebuild_record(stamp, told.path, self.manifest)
-            told.mended.append((COMMIT_RECORD, "made again from what a node keeps"))
+            self.saved = _rebuild_record(stamp, report.path, self.manifest)
+            report.mended.append((COMMIT_RECORD, "made again from what a node keeps"))
 
     def _record(self) -> SavedCheckpoint | None:
         for copy in self._copies:
-            saved, wanted = copy.record(), (self._told.step, self._told.generation)
-            if saved is not None and (saved.step, saved.generation) == wanted:
+            saved, expected = copy.record(), (self._told.step, self._told.generation)
+            if saved is not None and (saved.step, saved.generation) == expected:
                 if copy is not self._copies[0]:
                     self._told.mended.append((COMMIT_RECORD, copy.name))
                 return saved
@@ -239,13 +239,13 @@ class _GenerationRepair:
 
     def __init__(
         self,
-        told: RepairReport,
+        report: RepairReport,
         saved: SavedCheckpoint,
         manifest: bytes,
         copies: list[GenerationCopy],
         progress: Callable[[int], None],
     ) -> None:
-        self._told, self._saved, self._copies, self._progress = told, saved, copies, progress
+        self._told, self._saved, self._copies, self._progress = report, saved, copies, progress
         self._data, self._manifest = manifest, parse_manifest(manifest)
         self._plans: dict[int, _PartRepairPlan] = {}
         self._touched: set[int] = set()
@@ -259,7 +259,7 @@ class _GenerationRepair:
             for piece, place in tensor.chunks:
                 chunks[place.part].append((piece, place))
         for number, own in enumerate(chunks):
-            self._survey_part(number, sorted(own, key=lambda one: one[1]))
+            self._survey_part(number, sorted(own, key=lambda item: item[1]))
         return not self._told.missing
 
     def _check_sizes(self) -> None:

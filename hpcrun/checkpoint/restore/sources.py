@@ -137,16 +137,16 @@ def identify_generation(path: Path, step: int | None = None) -> str | None:
         return saved.generation
     copy = DirectoryCopy(path)
     try:
-        told = json.loads(copy.manifest() or b"")["generation"]
-        if isinstance(told, str) and len(bytes.fromhex(told)) == 16:
-            return told
+        generation = json.loads(copy.manifest() or b"")["generation"]
+        if isinstance(generation, str) and len(bytes.fromhex(generation)) == 16:
+            return generation
     except (ValueError, KeyError, TypeError):
         pass  # the manifest is damaged too
     for file in sorted(path.glob("data-*.bin")):
         header = bytearray(HEADER_BYTES)
-        found = parse_header_owner(bytes(header)) if try_read_file_at(file, 0, memoryview(header)) else None
-        if found is not None:
-            return found[2].hex()
+        owner = parse_header_owner(bytes(header)) if try_read_file_at(file, 0, memoryview(header)) else None
+        if owner is not None:
+            return owner[2].hex()
     return None
 
 
@@ -188,7 +188,7 @@ def read_chunk_digests(
     chunks: list[tuple[ChunkSpec, ChunkLocation]],
 ) -> dict[ChunkLocation, int]:
     """The hashes that the chunks' own headers have, of those that are whole."""
-    found, header = dict[ChunkLocation, int](), bytearray(HEADER_BYTES)
+    locations, header = dict[ChunkLocation, int](), bytearray(HEADER_BYTES)
     for piece, place in chunks:
         if not copy.read(number, part, place.at, memoryview(header)):
             continue
@@ -197,8 +197,8 @@ def read_chunk_digests(
         except DamagedError:
             continue
         if length == piece.size_bytes:
-            found[place] = digest
-    return found
+            locations[place] = digest
+    return locations
 
 
 def try_read_file_at(path: Path, at: int, into: memoryview, *, is_own: bool = False) -> bool:
@@ -210,10 +210,10 @@ def try_read_file_at(path: Path, at: int, into: memoryview, *, is_own: bool = Fa
     try:
         count = 0
         while count < len(into):
-            more = os.preadv(descriptor, [into[count:]], at + count)
-            if not more:
+            count_read = os.preadv(descriptor, [into[count:]], at + count)
+            if not count_read:
                 return False
-            count += more
+            count += count_read
     except OSError:  # a bad block
         return False
     finally:
