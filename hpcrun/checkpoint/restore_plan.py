@@ -96,12 +96,13 @@ class RestorePlan:
 
 def parse_restore_plan(values: Mapping[str, Any]) -> RestorePlan:
     """A plan as it was written; ValueError if it is malformed or does not match its digest."""
-    plan_values = {name: value for name, value in values.items() if name != "digest"}
     try:
-        if values["digest"] != _plan_digest(plan_values):
+        if values["digest"] != _plan_digest(values):
             raise ValueError("the restore plan does not match its digest")
-        return parse_typed(RestorePlan, plan_values)
-    except (KeyError, WrongValue) as error:
+        return parse_typed(RestorePlan, {name: value for name, value in values.items() if name != "digest"})
+    except KeyError as error:
+        raise ValueError(f"not a restore plan: {error.args[0]} is missing") from None
+    except WrongValue as error:
         raise ValueError(f"not a restore plan: {error}") from None
 
 

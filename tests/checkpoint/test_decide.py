@@ -296,7 +296,7 @@ def test_a_plan_travels_as_json_and_shows_when_it_was_changed() -> None:
             parse_restore_plan(told | {"lost_steps": 77})
     order = decide_restore(left, [], [], [], {}, ("a", "c", "d")).rebuilds[0]
     assert parse_rebuild_order(json.loads(json.dumps(order, default=vars))) == order
-    with pytest.raises(ValueError, match="no plan"):
+    with pytest.raises(ValueError, match="not a restore plan: digest is missing"):
         parse_restore_plan({})
 
 
