@@ -43,7 +43,7 @@ def test_the_run_goes_on_with_the_same_losses_and_slurm_knows_nothing_of_it(
     assert (ended["status"], ended["attempt"]) == ("done", 2), story(run)
     assert outcomes(run) == [("failed", "supervisor lost", None), ("done", None, None)]
     (restored,) = events(run, "restore")
-    assert restored["levels"] == ["memory"], story(run)
+    assert restored["tiers"] == ["memory"], story(run)
     assert events(run, "node_lost") == []
     second = read_supervisor_record(run)
     assert (second["host"], second["slurm_job"]) == (first["host"], first["slurm_job"])

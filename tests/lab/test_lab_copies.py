@@ -37,9 +37,7 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: 
     desk.lab.node(lost).power_off()
     assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
-    assert (restored["levels"], restored["rebuilt"], restored["from_spares"]) == (["memory"], 0, 1), story(
-        run
-    )
+    assert (restored["tiers"], restored["rebuilt"], restored["from_spares"]) == (["memory"], 0, 1), story(run)
     assert restored["step"] >= 10
     assert bool(events(run, "failover")) == (which == "the batch host")
     second = records(run, "attempts/2/placement.json")[0]["nodes"]

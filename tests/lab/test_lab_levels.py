@@ -34,8 +34,7 @@ def events(run: RunDir, name: str) -> list[dict[str, Any]]:
 
 def stored(run: RunDir, level: str) -> list[int]:
     """The steps that a level has from all nodes."""
-    found = events(run, "checkpoint")
-    return [line["step"] for line in found if line["level"] == level and "problem" not in line]
+    return [line["step"] for line in events(run, "checkpoint_stored") if line["tier"] == level]
 
 
 def go_on_without(what: str, desk: Desk, placement: str) -> None:
@@ -55,7 +54,7 @@ def go_on_without(what: str, desk: Desk, placement: str) -> None:
         desk.lab.node(node).power_off()
     assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
-    assert restored["levels"] == ["memory", "parity"], story(run)
+    assert restored["tiers"] == ["memory", "parity"], story(run)
     assert restored["rebuilt"] == len({*lost} & {*first})
     assert restored["step"] >= 10
     second = records(run, "attempts/2/placement.json")[0]["nodes"]

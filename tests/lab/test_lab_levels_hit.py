@@ -22,7 +22,7 @@ def test_whoever_takes_over_goes_on_from_memory(desk: Desk, launcher: str) -> No
     desk.until(lambda: bool(events(run, "failover")), run)
     assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
-    assert (restored["levels"], restored["rebuilt"]) == (["memory", "parity"], 1), story(run)
+    assert (restored["tiers"], restored["rebuilt"]) == (["memory", "parity"], 1), story(run)
     second = records(run, "attempts/2/placement.json")[0]["nodes"]
     desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
     for node, there in desk.shared_memory(second).items():
@@ -39,7 +39,7 @@ def test_a_run_that_is_queued_again_loses_no_save(desk: Desk) -> None:
     assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     # On the same nodes their memory may still be there.
-    assert restored["levels"] in (["memory"], ["durable"]), story(run)
+    assert restored["tiers"] in (["memory"], ["durable"]), story(run)
     assert restored["step"] >= 10
     assert restored["lost_steps"] == 0
 
@@ -53,7 +53,7 @@ def test_a_killed_agent_costs_its_node_but_no_save(desk: Desk) -> None:
     desk.hpcrun("chaos", "kill-agent", run.id, "--node", nodes[-1])
     assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
-    assert "durable" not in restored["levels"], story(run)
+    assert "durable" not in restored["tiers"], story(run)
     assert restored["step"] >= 10
     desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
     # What the killed agent cannot give back, the next run on that node does.
