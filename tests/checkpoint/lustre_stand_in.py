@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
+from tests.checkpoint import lfs_grammar as lfsgrammar
 
 GIB = 1 << 30
 RAID0 = {"stripes": 1, "size": 4 << 20, "pattern": "raid0", "pool": "", "end": None}
@@ -53,7 +53,7 @@ class Emulated:
         )
         folder = tmp_path / "bin"
         folder.mkdir()
-        root = Path(lfsgrammar.__file__).parents[3]
+        root = Path(lfsgrammar.__file__).parents[2]
         command = folder / "lfs"
         paths = [str(root), str(Path(__file__).parent)]
         command.write_text(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 from hpcrun.checkpoint.lustre.layout import (
     GIB,
     TIB,
@@ -16,6 +15,7 @@ from hpcrun.checkpoint.lustre.layout import (
 )
 from hpcrun.checkpoint.lustre.lfs import FileLayout, LayoutComponent, LustreTarget
 from hpcrun.specs.checkpoint import DurableSpec
+from tests.checkpoint import lfs_grammar as lfsgrammar
 
 ONE = FileLayout((LayoutComponent(0, None, 1, 1 << 20, "raid0", None, ()),))
 ORION = FileLayout(

@@ -14,7 +14,6 @@ import pytest
 
 from hpcrun.checkpoint.flush.durable_tier import DurableTier
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 from hpcrun.checkpoint.lustre.layout import GIB, TIB
 from hpcrun.checkpoint.lustre.lfs import LfsClient, LfsError, LustreQuota
 from hpcrun.checkpoint.lustre.storage import (
@@ -30,6 +29,7 @@ from hpcrun.checkpoint.lustre.storage import (
 from hpcrun.process import CompletedCommand
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.saves import resumable_checkpoints
+from tests.checkpoint import lfs_grammar as lfsgrammar
 from tests.checkpoint.killed_writer import whole_steps
 from tests.checkpoint.loads import load_of
 from tests.checkpoint.lustre_stand_in import RAID0, Emulated, main, ost

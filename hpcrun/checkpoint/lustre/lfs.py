@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hpcrun import process
-from hpcrun.checkpoint.lustre import lfs_grammar as lfsgrammar
 from hpcrun.errors import SiteError
 
 _TIMEOUT_S = 20.0
@@ -248,10 +247,6 @@ class LfsClient:
 
     def _ask(self, *words: str, in_part: bool = False) -> str:
         """What it prints; with `in_part` also where it failed but printed something."""
-        try:
-            lfsgrammar.parse_lfs_command(words)
-        except ValueError as error:
-            raise LfsError(str(error), errno.EINVAL) from None
         if shutil.which("lfs") is None:
             raise LfsError("there is no `lfs` on PATH", errno.ENOENT)
         try:

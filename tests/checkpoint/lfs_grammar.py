@@ -1,7 +1,7 @@
 """What a command line of Lustre's `lfs` may say: verbs, options, values and exit codes, as a table.
 
-Only what is used here. `parse` takes a command line apart or refuses it, before anything is run; the
-emulated Lustre of the tests is held to the same table. Sources are files of the Lustre repository.
+Only what hpcrun uses. `parse_lfs_command` takes a command line apart or refuses it: tests hold every command
+that runs, and the emulated Lustre, to this table. Sources are files of the Lustre repository.
 """
 
 from __future__ import annotations
