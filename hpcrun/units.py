@@ -1,4 +1,4 @@
-"""Times and memory, read once: what people write, what Slurm prints, and what Slurm is told.
+"""Times and memory: what people write and read, what Slurm prints, and what Slurm is told.
 
 Seconds are floats with `math.inf` for no limit; memory is in MiB. The `parse_` functions read what a person
 wrote and raise UsageError; the `read_` functions read what Slurm printed, with None where it says nothing.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hpcrun.errors import UsageError
 
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_MINUTE, _HOUR, _DAY, _YEAR = 60, 3600, 86400, 365.25 * 86400
 _SHORT_UNIT_SECONDS = {"d": _DAY, "h": _HOUR, "m": _MINUTE, "s": 1}
 _SHORT_TIME = re.compile(
     r"(?=\d)" + "".join(rf"(?:(?P<{unit}>\d{{1,9}}){unit})?" for unit in _SHORT_UNIT_SECONDS), re.I | re.A
@@ -26,6 +26,7 @@ _TIME_FORMS = "90m, 2h, 1d12h, H:M:S, D-H:M:S or UNLIMITED"
 _BINARY = {"": 2**20, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "P": 2**50}
 _NUMBER = r"(?P<number>\d{1,18}(?:\.\d{1,18})?)"
 _MEMORY = re.compile(_NUMBER + r"(?:(?P<unit>[KMGTP])(?:i?B)?|(?P<bytes>B))?", re.I | re.A)
+_SIZE = re.compile(_NUMBER + r"\s*(?P<unit>[KMGT]?)(?P<binary>i?)B?", re.I | re.A)
 _PRINTED_MEMORY = re.compile(_NUMBER + r"(?P<unit>[KMGTP]?)B?(?P<per>[nc]?)\+?", re.I | re.A)
 
 
@@ -153,10 +154,43 @@ def render_memory(amount_mib: int) -> str:
     return f"{amount_mib // 1024}G" if amount_mib and amount_mib % 1024 == 0 else f"{amount_mib}M"
 
 
-def render_bytes(size: float) -> str:
-    """Bytes for people."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+def parse_bytes(text: str, where: str) -> int:
+    """Bytes of `5GB`, `500MB`, `2GiB`: powers of 1000 without an i, of 1024 with it."""
+    match = _SIZE.fullmatch(text.strip())
+    size = 0
+    if match:
+        power = " KMGT".index(match["unit"].upper() or " ")
+        size = int(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+    if size < 1:
+        raise UsageError(f"{where} {text}: is not a size; write 5GB or 500MB")
+    return size
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Bytes for people, in binary units: 512 B, 1.5 KiB, 64 MiB, 1.234 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size_bytes < 1024:
+            return f"{size_bytes:.4g} {unit}"
+        size_bytes /= 1024
+    return f"{size_bytes:.4g} TiB"
+
+
+def format_bandwidth(bytes_per_s: float) -> str:
+    """Bandwidth for people, decimal as networks and disks are sold: 12.5 GB/s."""
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration for people, in its two largest units: 0.4 s, 43 s, 12 min 5 s, 1 h 12 min, 7 years."""
+    if seconds < 10:
+        return f"{seconds:.2g} s" if seconds >= 0.01 or seconds <= 0 else f"{seconds * 1e3:.2g} ms"
+    if seconds >= 2 * _YEAR:
+        return f"{seconds / _YEAR:.3g} years"
+    whole = round(seconds)
+    units = (("d", _DAY), ("h", _HOUR), ("min", _MINUTE), ("s", 1))
+    largest = next(index for index, (_, size) in enumerate(units) if whole >= size)
+    parts = []
+    for unit, size in units[largest : largest + 2]:
+        count, whole = divmod(whole, size)
+        parts += [f"{count} {unit}"] if count else []
+    return " ".join(parts)

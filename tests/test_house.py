@@ -131,7 +131,7 @@ COMMAND = re.compile(r"(?:^[#$\s]*|`|-m )hpcrun ([a-z_]+)([^`#|&\n]*)", re.MULTI
 
 def options_of(verb: str, rest: list[str]) -> set[str]:
     """The options of the command that a line names; KeyError when there is no such command."""
-    command: Any = typer.main.get_command(importlib.import_module(VERBS[verb].module).app)
+    command: Any = typer.main.get_command(importlib.import_module(f"hpcrun.cli.{VERBS[verb].module}").app)
     commands = getattr(command, "commands", None)
     if commands is not None:
         command = commands[verb] if verb in commands else commands[rest[0]]

@@ -11,6 +11,10 @@ from hpcrun.units import (
     SlurmMemory,
     TimeLimit,
     bytes_to_mib,
+    format_bandwidth,
+    format_bytes,
+    format_duration,
+    parse_bytes,
     parse_memory,
     parse_slurm_memory,
     parse_slurm_time,
@@ -162,3 +166,61 @@ def test_memory_that_slurm_printed(text: str, expected: SlurmMemory | None) -> N
 
 def test_sbatch_gets_whole_numbers() -> None:
     assert [render_memory(amount) for amount in (0, 512, 1536, 65536)] == ["0M", "512M", "1536M", "64G"]
+
+
+@pytest.mark.parametrize(
+    ("size", "shown"),
+    [
+        (0, "0 B"),
+        (1000, "1000 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1023 * 2**10, "1023 KiB"),
+        (1.234 * 2**30, "1.234 GiB"),
+        (5 * 2**40, "5 TiB"),
+    ],
+)
+def test_bytes_for_people(size: float, shown: str) -> None:
+    assert format_bytes(size) == shown
+
+
+def test_bandwidth_for_people_is_decimal() -> None:
+    assert [format_bandwidth(rate) for rate in (12.5e9, 0.25e9, 400e9)] == [
+        "12.5 GB/s",
+        "0.25 GB/s",
+        "400 GB/s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0 s"),
+        (0.0042, "4.2 ms"),
+        (0.4, "0.4 s"),
+        (5.25, "5.2 s"),
+        (43.4, "43 s"),
+        (59.7, "1 min"),
+        (725, "12 min 5 s"),
+        (4320, "1 h 12 min"),
+        (7200, "2 h"),
+        (187200, "2 d 4 h"),
+        (3 * 365.25 * 86400, "3 years"),
+    ],
+)
+def test_durations_for_people(seconds: float, shown: str) -> None:
+    assert format_duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("500 mb", 500 * 10**6), ("2GiB", 2 << 30), ("1.5K", 1500), ("7", 7)],
+)
+def test_sizes_are_decimal_unless_there_is_an_i(text: str, size: int) -> None:
+    assert parse_bytes(text, "--shard-size") == size
+
+
+@pytest.mark.parametrize("text", ["", "5 gold", "0", "-1GB", "1e9"])
+def test_a_size_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--shard-size .*: is not a size; write 5GB or 500MB"):
+        parse_bytes(text, "--shard-size")

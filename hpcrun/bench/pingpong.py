@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.files import write_output
+from hpcrun.units import format_bandwidth
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -193,7 +194,7 @@ def render_links(links: Mapping[str, Any]) -> str:
                 lines.append(f"{name}, {words}: unknown: {error}")
                 continue
             parts = (
-                f"{which} {1e6 * fit.latency_s:.4g} us, {fit.bandwidth_Bps / 1e9:.4g} GB/s"
+                f"{which} {1e6 * fit.latency_s:.4g} us, {format_bandwidth(fit.bandwidth_Bps)}"
                 for which, fit in ((f"up to {line.up_to_bytes} B:", line.small), ("above:", line.large))
             )
             lines.append(f"{name}, {words}: {'; '.join(parts)}")

@@ -24,6 +24,7 @@ from hpcrun.process import ProcessHandle, ProcessId
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.units import format_bytes
 
 _PERIOD_S = 0.002
 """How often slowed ranks are stopped: whatever takes a millisecond on a node that is well feels its share."""
@@ -154,7 +155,7 @@ def _fill_disk(run: RunDir, order: Mapping[str, Any]) -> None:
     with DiskFiller(where, run.path, force=order["force"]) as filler:
         _report("injected", f"fills {where} ({filler.told})")
         taken = filler.fill(order["leave_mib"] * 2**20, lambda: _wait(0))
-        _report("filled", f"took {taken / 2**20:.0f} MiB of {where}", taken_bytes=taken)
+        _report("filled", f"took {format_bytes(taken)} of {where}", taken_bytes=taken)
         _wait(order["for_s"])
     _report("removed", f"gives {where} back")
 

@@ -1,48 +1,34 @@
-"""Copies of saves in an object store: `ckpt upload`, `ckpt download`, and their part of `ls` and `verify`."""
+"""Checkpoints in an object store: `ckpt upload`, `ckpt download`, and their part of `ckpt verify`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hpcrun.cli.ckpt_show import (
-    choose_saved_step,
-    find_run_or_directory,
-    print_json,
-    refuse_while_running,
-    show_progress,
-)
-from hpcrun.units import render_bytes
+from hpcrun.cli.options import AsJson, DryRun, Endpoint, IsOver, SavesRun, Step, Url
+from hpcrun.cli.output import print_json, show_progress
+from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
+from hpcrun.specs.rundir import RunDir
+from hpcrun.units import format_bytes
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
-    from hpcrun.checkpoint.objects.catalogue import BrokenObjectCopy, ObjectCopy
-    from hpcrun.checkpoint.objects.store import ObjectStore
-    from hpcrun.specs.rundir import RunDir
-
-Url = Annotated[str | None, typer.Option("--url", help="object store; default as in the job")]
-Endpoint = Annotated[str | None, typer.Option(help="URL of a store that is not Amazon's; default: the job's")]
-_Run = Annotated[str, typer.Argument(metavar="RUN", help="run directory, run id, or its unique beginning")]
-_Json = Annotated[bool, typer.Option("--json", help="one JSON object")]
-_DryRun = Annotated[bool, typer.Option("--dry-run", help="only say what would be done")]
+    from hpcrun.checkpoint.verify import VerifyResult
 
 
 def upload(
-    run: _Run,
-    step: Annotated[int | None, typer.Option(help="which saved step; default the newest")] = None,
+    run: SavesRun,
+    step: Step = None,
     url: Url = None,
     endpoint: Endpoint = None,
-    verify: Annotated[bool, typer.Option("--verify", help="read all of it back afterwards")] = False,
-    dry_run: _DryRun = False,
-    as_json: _Json = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Read all of it back afterwards.")] = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Copy a saved step to an object store; what an interrupted upload has sent is not sent again.
+    """Copy a checkpoint to an object store.
 
-    The save is proved first. The copy exists once all of it is there; exit code 1 if --verify finds damage.
+    The checkpoint is verified first. An interrupted upload continues where it stopped. The copy exists once
+    all of it is there. Exits with 1 if --verify finds damage.
     """
     from hpcrun.checkpoint.objects.catalogue import (
         generation_key_prefix,
@@ -50,198 +36,122 @@ def upload(
         split_into_objects,
     )
     from hpcrun.checkpoint.objects.download import find_copy_damages
-    from hpcrun.checkpoint.objects.upload import upload_save as send
-    from hpcrun.errors import EXIT_CHECK_FAILED
+    from hpcrun.checkpoint.objects.run_store import open_run_store
+    from hpcrun.checkpoint.objects.upload import upload_save
+    from hpcrun.runs.checkpoint_access import choose_checkpoint, find_run_or_directory
 
-    found = find_run_or_directory(run, use="plan" if dry_run else "act")
-    saved = choose_saved_step(str(found.path), step)
-    size = sum(saved.file_bytes)
-    with _open_store(found, url, endpoint) as store:
-        target = f"{store.url}/{generation_key_prefix(found.run_id, saved.step, saved.generation)}".rstrip(
-            "/"
-        )
-        told: dict[str, Any] = {"dry_run": dry_run, "step": saved.step, "generation": saved.generation}
-        told |= {"url": target, "size_bytes": size}
+    run_dir = find_run_or_directory(run, use="plan" if dry_run else "act")
+    saved = choose_checkpoint(run_dir, step)
+    label, size = f"step {saved.step}", sum(saved.file_bytes)
+    with open_run_store(run_dir, url, endpoint) as store:
+        prefix = generation_key_prefix(run_dir.run_id, saved.step, saved.generation)
+        target = f"{store.url}/{prefix}".rstrip("/")
+        report: dict[str, Any] = {"dry_run": dry_run, "step": saved.step, "generation": saved.generation}
+        report |= {"url": target, "size_bytes": size}
         if dry_run:
-            told["objects"] = sum(len(split_into_objects(one)) for one in saved.file_bytes)
-            line = (
-                f"would copy step {saved.step} to {target}: {told['objects']} objects, {render_bytes(size)}"
-            )
-            print_json(told) if as_json else print(line)
+            objects = sum(len(split_into_objects(file)) for file in saved.file_bytes)
+            if as_json:
+                print_json(**report, objects=objects)
+            else:
+                print(f"would copy {label} to {target}: {objects} objects, {format_bytes(size)}")
             return
-        with show_progress(f"step {saved.step}", size) as show:
-            sent = send(store, found.run_id, saved, show=show)
-        told |= vars(sent) | {"verified": verify, "damages": []}
+        with show_progress(label, size) as show:
+            sent = upload_save(store, run_dir.run_id, saved, show=show)
+        report |= vars(sent) | {"verified": verify, "damages": []}
         if verify:
-            (copy,) = [one for one in list_generation_copies(store, found.run_id)[0] if one.url == target]
-            with show_progress(f"reading back step {saved.step}", size) as show:
-                told["damages"] = find_copy_damages(store, copy, show)
+            copies, _ = list_generation_copies(store, run_dir.run_id)
+            (copy,) = [copy for copy in copies if copy.url == target]
+            with show_progress(f"reading back {label}", size) as show:
+                report["damages"] = find_copy_damages(store, copy, show)
     if as_json:
-        print_json(told)
+        print_json(**report)
     else:
-        _print_upload(told)
-    if told["damages"]:
+        _print_upload(report)
+    if report["damages"]:
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
 def download(
-    run: _Run,
-    step: Annotated[int | None, typer.Option(help="which step; default the newest whole copy")] = None,
-    url: Annotated[str | None, typer.Option("--from", metavar="URL", help="default as in the job")] = None,
+    run: SavesRun,
+    step: Step = None,
+    url: Annotated[
+        str | None, typer.Option("--from", metavar="URL", help="Object store; default: the job's.")
+    ] = None,
     endpoint: Endpoint = None,
-    is_over: Annotated[bool, typer.Option("--is-over", help="nobody saw the run's end: it is over")] = False,
-    dry_run: _DryRun = False,
-    as_json: _Json = False,
+    is_over: IsOver = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Bring a step from an object store to the run directory, where `train --resume` finds it.
+    """Copy a checkpoint from an object store to the run directory.
 
-    Every byte is proved before it counts; a save of that step that is not this one is set aside.
+    `train --resume` finds it there. Every byte is verified before it counts; another checkpoint of the same
+    step is set aside. By default the newest whole copy is fetched.
     """
-    from hpcrun.checkpoint.objects import download as home
+    from hpcrun.checkpoint.objects.download import download_copy, find_whole_save
+    from hpcrun.checkpoint.objects.run_store import choose_copy, open_run_store
+    from hpcrun.runs.checkpoint_access import find_run_or_directory, require_finished
 
-    found = find_run_or_directory(run, use="plan" if dry_run else "act")
-    refuse_while_running(found, "download", believe=is_over)
-    with _open_store(found, url, endpoint) as store:
-        copy = _choose_copy(store, found, step)
-        size = sum(copy.saved.file_bytes)
-        told: dict[str, Any] = {"dry_run": dry_run, "step": copy.saved.step, "url": copy.url}
-        told |= {"generation": copy.saved.generation, "size_bytes": size}
-        saved = home.find_whole_save(copy, found.checkpoints)
-        told["fetched"] = saved is None and not dry_run
-        if saved is None and not dry_run:
-            with show_progress(f"step {copy.saved.step}", size) as show:
-                saved = home.download_copy(store, copy, found.checkpoints, show)
-    told["path"] = str(saved.path if saved else found.checkpoints / f"step-{copy.saved.step:08d}")
+    run_dir = find_run_or_directory(run, use="plan" if dry_run else "act")
+    require_finished(run_dir, "download", assume_over=is_over)
+    with open_run_store(run_dir, url, endpoint) as store:
+        copy = choose_copy(store, run_dir, step)
+        label, size = f"step {copy.saved.step}", sum(copy.saved.file_bytes)
+        saved = find_whole_save(copy, run_dir.checkpoints)
+        is_fetched = saved is None and not dry_run
+        if is_fetched:
+            with show_progress(label, size) as show:
+                saved = download_copy(store, copy, run_dir.checkpoints, show)
+    path = saved.path if saved else run_dir.checkpoints / f"step-{copy.saved.step:08d}"
     if as_json:
-        print_json(told)
-    elif told["fetched"]:
-        print(f"step {told['step']}: {render_bytes(size)} from {copy.url}, whole, in {told['path']}")
+        print_json(
+            dry_run=dry_run,
+            step=copy.saved.step,
+            url=copy.url,
+            generation=copy.saved.generation,
+            size_bytes=size,
+            fetched=is_fetched,
+            path=str(path),
+        )
+    elif is_fetched:
+        print(f"{label}: {format_bytes(size)} from {copy.url}, whole, in {path}")
     elif saved is not None:
-        print(f"step {told['step']}: is whole in {told['path']}; nothing to fetch")
+        print(f"{label}: is whole in {path}; nothing to fetch")
     else:
-        print(f"would fetch step {told['step']}, {render_bytes(size)}, from {copy.url} to {told['path']}")
-
-
-def find_object_copies(
-    run: str, url: str | None, endpoint: str | None
-) -> tuple[list[ObjectCopy], list[BrokenObjectCopy], str | None]:
-    """The copies of a run for `ckpt ls`; or why they are not known. Nothing where the job has no store."""
-    from hpcrun.checkpoint.objects.catalogue import list_generation_copies
-    from hpcrun.errors import HpcrunError
-
-    found = find_run_or_directory(run)
-    try:
-        if url is None and _job_store(found) is None:
-            return [], [], None
-        with _open_store(found, url, endpoint) as store:
-            return *list_generation_copies(store, found.run_id), None
-    except HpcrunError as error:
-        if url is not None:
-            raise
-        return [], [], str(error)
-
-
-def open_object_copies(
-    run: RunDir, url: str | None, endpoint: str | None, stack: ExitStack
-) -> tuple[list[tuple[ObjectStore, ObjectCopy]], str | None]:
-    """The copies of a run with their store, open until the stack is; or why they are not known."""
-    from hpcrun.checkpoint.objects.catalogue import list_generation_copies
-    from hpcrun.errors import HpcrunError
-
-    try:
-        if url is None and _job_store(run) is None:
-            return [], None
-        store = stack.enter_context(_open_store(run, url, endpoint))
-        return [(store, copy) for copy in list_generation_copies(store, run.run_id)[0]], None
-    except HpcrunError as error:
-        if url is not None:
-            raise
-        return [], str(error)
+        print(f"would fetch {label}, {format_bytes(size)}, from {copy.url} to {path}")
 
 
 def verify_object_copies(
-    run: str, step: int | None, url: str | None, endpoint: str | None, as_json: bool
-) -> None:
-    """`ckpt verify` of the copies in a store, newest first: all of them are read back."""
+    run: RunDir, step: int | None, url: str | None, endpoint: str | None
+) -> list[VerifyResult]:
+    """Read the copies in a store back, newest first."""
     from hpcrun.checkpoint.objects.catalogue import list_generation_copies
     from hpcrun.checkpoint.objects.download import find_copy_damages
-    from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
+    from hpcrun.checkpoint.objects.run_store import open_run_store
+    from hpcrun.checkpoint.verify import VerifyResult
 
-    found, results = find_run_or_directory(run), list[dict[str, Any]]()
-    with _open_store(found, url, endpoint) as store:
-        copies, broken = list_generation_copies(store, found.run_id)
-        for copy in reversed([one for one in copies if step in (None, one.saved.step)]):
+    results: list[VerifyResult] = []
+    with open_run_store(run, url, endpoint) as store:
+        copies, broken = list_generation_copies(store, run.run_id)
+        for copy in reversed([copy for copy in copies if step in (None, copy.saved.step)]):
             with show_progress(f"step {copy.saved.step}", sum(copy.saved.file_bytes)) as show:
-                wrong = find_copy_damages(store, copy, show)
-            state = "damaged" if wrong else "whole"
-            results.append({"step": copy.saved.step, "path": copy.url, "state": state, "damages": wrong})
+                damages = find_copy_damages(store, copy, show)
+            results.append(VerifyResult.of(copy.saved.step, copy.url, damages))
         if step is None:
-            told = {"step": None, "state": "damaged"}
-            results += [told | {"path": one.url, "damages": [one.problem]} for one in broken]
+            results += [VerifyResult.of(None, copy.url, [copy.problem]) for copy in broken]
         elif not results:
-            known = ", ".join(str(one.saved.step) for one in copies) or "none"
-            raise UsageError(f"{store.url}: has no copy of step {step} of {found.id} (copies: {known})")
-    whole = [one["step"] for one in results if one["state"] == "whole"]
-    if as_json:
-        print_json({"saves": results, "newest_whole_step": max(whole, default=None)})
-    else:
-        for one in results:
-            print(f"{one['path']}: {one['state']}")
-            for damage in one["damages"]:
-                print(f"  {damage}")
-        if not results:
-            print("no copy")
-    if len(whole) < len(results):
-        raise typer.Exit(EXIT_CHECK_FAILED)
+            steps = ", ".join(str(copy.saved.step) for copy in copies) or "none"
+            raise UsageError(f"{store.url}: has no copy of step {step} of {run.id} (copies: {steps})")
+    return results
 
 
-def _print_upload(told: dict[str, Any]) -> None:
-    kept = f", {told['kept_objects']} were there" if told["kept_objects"] else ""
-    sent = f"{told['sent_objects']} objects sent ({render_bytes(told['sent_bytes'])}){kept}"
-    print(f"step {told['step']}: {told['url']}: {sent}")
-    if told["unproved_objects"]:
-        print(
-            f"the store tells no checksum of {told['unproved_objects']} objects"
-            + ("" if told["verified"] else "; --verify reads them back")
-        )
-    for damage in told["damages"]:
+def _print_upload(report: dict[str, Any]) -> None:
+    kept = f", {report['kept_objects']} were there" if report["kept_objects"] else ""
+    sent = f"{report['sent_objects']} objects sent ({format_bytes(report['sent_bytes'])}){kept}"
+    print(f"step {report['step']}: {report['url']}: {sent}")
+    if report["unproved_objects"]:
+        remedy = "" if report["verified"] else "; --verify reads them back"
+        print(f"the store has no checksum of {report['unproved_objects']} objects{remedy}")
+    for damage in report["damages"]:
         print(f"  {damage}")
-    if told["verified"] and not told["damages"]:
+    if report["verified"] and not report["damages"]:
         print("read back: whole")
-
-
-def _choose_copy(store: ObjectStore, run: RunDir, step: int | None) -> ObjectCopy:
-    from hpcrun.checkpoint.objects.catalogue import list_generation_copies
-    from hpcrun.errors import UsageError
-
-    copies, _ = list_generation_copies(store, run.run_id)
-    chosen = [one for one in copies if one.problem is None and step in (None, one.saved.step)]
-    if not chosen:
-        known = ", ".join(f"{one.saved.step}{' (damaged)' * bool(one.problem)}" for one in copies) or "none"
-        what = "whole copy" if step is None else f"whole copy of step {step}"
-        raise UsageError(f"{store.url}: has no {what} of {run.id} (copies: {known})")
-    return chosen[-1]
-
-
-def _job_store(run: RunDir) -> tuple[str, str | None] | None:
-    """URL and endpoint from the run's job."""
-    from hpcrun.specs.load import load_run_job
-
-    wanted = load_run_job(run).spec.checkpoint.object if run.spec.exists() else None
-    return None if wanted is None else (wanted.url, wanted.endpoint)
-
-
-@contextmanager
-def _open_store(run: RunDir, url: str | None, endpoint: str | None) -> Iterator[ObjectStore]:
-    """The store that was asked for, or the job's; UsageError without one."""
-    from hpcrun.checkpoint.objects.open_store import open_object_store
-    from hpcrun.errors import UsageError
-
-    if url is None:
-        of_job = _job_store(run)
-        if of_job is None:
-            raise UsageError(f"{run.id}: its job has no checkpoint.object; say where with --url (or --from)")
-        url, endpoint = of_job[0], endpoint or of_job[1]
-    with open_object_store(url, endpoint) as store:
-        store.check()
-        yield store

@@ -1,4 +1,4 @@
-"""`hpcrun demo`: see it work on this machine."""
+"""`hpcrun demo`: train, stop, resume and compare on this machine."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from typing import TYPE_CHECKING
 import typer
 
 from hpcrun.cli.display import command_name
+from hpcrun.cli.options import make_app
+from hpcrun.cli.output import note
 from hpcrun.errors import EXIT_CHECK_FAILED
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.local_identity import display_path
+from hpcrun.units import format_duration
 
 if TYPE_CHECKING:
     from hpcrun.launch.demo import Demonstration, LossCurve
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+app = make_app()
 
 _WIDTH, _HEIGHT = 60, 12
 
 
 @app.command()
 def demo() -> None:
-    """Train a small model on eight ranks here, stop it halfway, resume it, and compare with a run left alone.
+    """Train a small model on eight ranks here, stop it halfway and resume it.
 
-    Takes a few minutes on two cores. The text it learns is Python's own standard library, byte by byte.
+    The losses are compared with those of an undisturbed run. Takes a few minutes on two cores. The text it
+    learns is Python's standard library, byte by byte.
     """
     begin = time.monotonic()
     with SignalQueue() as inbox:
@@ -34,18 +38,18 @@ def demo() -> None:
         def say(text: str) -> None:
             typer.echo(f"\n== {text}", err=True)
 
-        came_out = demonstrate(inbox, lambda prepared: make_display(prepared.spec.train.steps), say)
-    if not isinstance(came_out, Demonstration):
-        if came_out.message:
-            typer.echo(f"hpcrun: {came_out.message}", err=True)
-        raise typer.Exit(came_out.exit_code)
-    _print_summary(came_out, time.monotonic() - begin)
-    if not (came_out.learned and came_out.same_curve):
+        result = demonstrate(inbox, lambda prepared: make_display(prepared.spec.train.steps), say)
+    if not isinstance(result, Demonstration):
+        if result.message:
+            note(result.message)
+        raise typer.Exit(result.exit_code)
+    _print_summary(result, time.monotonic() - begin)
+    if not (result.learned and result.same_curve):
         raise typer.Exit(EXIT_CHECK_FAILED)
 
 
 def _print_summary(result: Demonstration, seconds: float) -> None:
-    print(f"\nLoss of every step, stopped and resumed (*) over undisturbed (o); {seconds:.0f} s in all")
+    print("\nLoss of every step, stopped and resumed (*) over undisturbed (o)")
     print(_plot(result.resumed_curve, result.undisturbed_curve, result.stopped_at))
     gap = max(abs(a[1] - b[1]) for a, b in zip(result.resumed_curve, result.undisturbed_curve, strict=False))
     same = "identical in every bit" if result.same_curve else f"DIFFERENT: largest gap {gap:.3g}"
@@ -54,6 +58,7 @@ def _print_summary(result: Demonstration, seconds: float) -> None:
     print(f"held-out loss   {result.eval_before:.3f} -> {result.eval_after:.3f}{verdict}")
     print(f"stopped at step {result.stopped_at}, resumed; the {len(result.resumed_curve)} losses are {same}")
     print(f"run directory   {result.interrupted.path}")
+    print(f"time            {format_duration(seconds)}")
     again, run = command_name(), result.interrupted.id
     print("\nNext:")
     print(f"  {again} status {run}")

@@ -1,4 +1,4 @@
-"""How a run looks while it goes on: a progress bar on a terminal, plain lines at a reading pace elsewhere."""
+"""Progress of a run: a progress bar on a terminal, plain lines at a reading pace elsewhere."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from hpcrun.cli.terminal import escape_control_characters, unescaped_stream
 from hpcrun.local_identity import display_path
 from hpcrun.specs.metrics import Metric, RestoreMetric, StartMetric, StepMetric
+from hpcrun.units import format_duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -24,32 +25,32 @@ _REFRESH_S = 0.1
 
 
 def make_display(steps: int, stream: TextIO | None = None) -> LineDisplay:
-    """The display that suits where talk goes (stderr): rich is loaded only for a terminal."""
+    """The display for a stream, default stderr; rich is loaded only for a terminal."""
     stream = stream or sys.stderr
-    # Of a command nobody knows the steps.
+    # The steps of a user's command are unknown.
     return ProgressBarDisplay(steps, stream) if steps and stream.isatty() else LineDisplay(steps, stream)
 
 
 class LineDisplay:
-    """One line a tenth of the run or every five seconds, whichever is later; and one for everything rare."""
+    """Prints a step every tenth of the run or five seconds, whichever is later, and all rare events."""
 
     def __init__(self, steps: int, stream: TextIO) -> None:
         self._steps, self._stream = steps, stream
-        self._said_at, self._said_step = float("-inf"), 0
+        self._shown_at, self._shown_step = float("-inf"), 0
 
     def note(self, text: str) -> None:
-        """Something worth a line."""
+        """Print a message."""
         # A terminal that was closed must not take the run with it.
         with contextlib.suppress(OSError):
             self._stream.write(f"hpcrun: {escape_control_characters(text)}\n")
             self._stream.flush()
 
     def ranks_ready(self, ranks: int, seconds: float) -> None:
-        """All ranks have met."""
+        """Report that all ranks are connected."""
         self.note(f"{ranks} rank{'s' * (ranks > 1)} ready after {seconds:.1f} s")
 
     def step(self, metric: Metric) -> None:
-        """A line of metrics.jsonl."""
+        """Show a record of metrics.jsonl."""
         match metric:
             case StepMetric():
                 self._step(metric)
@@ -64,17 +65,17 @@ class LineDisplay:
 
     def _step(self, metric: StepMetric) -> None:
         now, step = time.monotonic(), metric.step
-        due = now - self._said_at >= _LINE_EVERY_S and step - self._said_step >= self._steps / 100
-        if due or step == self._steps or step - self._said_step >= max(1, self._steps // 10):
-            self._said_at, self._said_step = now, step
+        due = now - self._shown_at >= _LINE_EVERY_S and step - self._shown_step >= self._steps / 100
+        if due or step == self._steps or step - self._shown_step >= max(1, self._steps // 10):
+            self._shown_at, self._shown_step = now, step
             self.note(f"step {step}/{self._steps}  {format_step(metric, self._steps)}")
 
     def finished(self, outcome: AttemptOutcome) -> None:
-        """The run is over; the command says how it ended."""
+        """End the display; the command prints the outcome."""
         self.close()
 
     def close(self) -> None:
-        """Leave the screen as it should stay."""
+        """End the display."""
 
 
 class ProgressBarDisplay(LineDisplay):
@@ -87,7 +88,7 @@ class ProgressBarDisplay(LineDisplay):
         self._drawn = 0.0
 
     def note(self, text: str) -> None:
-        """Something worth a line."""
+        """Print a message."""
         if self._progress is None:
             super().note(text)
             return
@@ -97,12 +98,12 @@ class ProgressBarDisplay(LineDisplay):
             )
 
     def ranks_ready(self, ranks: int, seconds: float) -> None:
-        """All ranks have met: from now on there is something to draw."""
+        """Report that all ranks are connected, and start the progress bar."""
         super().ranks_ready(ranks, seconds)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        # No thread of rich's own: the supervisor has one thread, and forks.
+        # Without rich's refresh thread: the supervisor has one thread, and forks.
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -140,15 +141,15 @@ def format_step(metric: StepMetric, steps: int) -> str:
         parts.append(f"mfu {metric.mfu:.1%}")
     seconds = metric.step_time_s
     left = seconds * (steps - metric.step)
-    parts.append(f"{format_short_duration(left)} left" if left >= 1 else f"{seconds:.2g} s a step")
+    parts.append(f"{format_duration(left)} left" if left >= 1 else f"{format_duration(seconds)} per step")
     return "  ".join(parts)
 
 
 def command_name() -> str:
-    """How to call us again from this shell: by name where that finds this installation, else by path."""
+    """How to call hpcrun from this shell: by name if that finds this installation, else by path."""
     ours = Path(sys.executable).parent / "hpcrun"
-    found = shutil.which("hpcrun")
-    if found is not None and os.path.realpath(found) == os.path.realpath(ours):
+    on_path = shutil.which("hpcrun")
+    if on_path is not None and os.path.realpath(on_path) == os.path.realpath(ours):
         return "hpcrun"
     if not ours.exists():
         return f"{sys.executable} -m hpcrun"
@@ -161,15 +162,3 @@ def format_short_number(number: float) -> str:
         if number >= factor:
             return f"{number / factor:.3g}{unit}"
     return f"{number:.3g}"
-
-
-def format_short_duration(seconds: float) -> str:
-    """A time span in its two largest units: 45 s, 12 m 5 s, 3 h 10 m, 2 d 4 h."""
-    whole = round(seconds)
-    units = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
-    for index, (unit, size) in enumerate(units):
-        if whole >= size and unit != "s":
-            smaller, small_size = units[index + 1]
-            rest = whole % size // small_size
-            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{whole} s"

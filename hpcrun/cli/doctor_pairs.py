@@ -1,25 +1,22 @@
-"""`hpcrun doctor pairs`: which two nodes to try next, and which node the trials name."""
+"""`hpcrun doctor pairs`: which two nodes to try next, and which node the trials show to be slow."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpcrun.cli.findings import print_findings
+from hpcrun.cli.output import print_findings, print_json, read_file
 from hpcrun.errors import UsageError
 
 if TYPE_CHECKING:
     from hpcrun.finding import Finding
 
-SCHEMA_VERSION = 2
-
 
 def compare_pairs(
     words: Sequence[str], adapters: Sequence[str], at_least_GBps: float | None, as_json: bool
 ) -> list[Finding]:
-    """Read the outputs of trials, print what they say and what comes next; gives the findings."""
+    """Print what the outputs of trials show, and which to run next; returns the findings."""
     from hpcrun.hostlist import expand_hosts
     from hpcrun.tuning.host.pair_trials import (
         check_pair_trials,
@@ -38,18 +35,17 @@ def compare_pairs(
     if len(nodes) < 2:
         raise UsageError(f"doctor pairs {words[0]}: it takes two nodes; three or more can name one")
     ends = trial_endpoints(nodes, adapters)
-    trials = [trial for name in words[1:] for trial in parse_pair_trials(_read_text(Path(name)), name)]
+    trials = [trial for name in words[1:] for trial in parse_pair_trials(read_file(Path(name)), name)]
     standing = evaluate_trials(ends, trials_of_nodes(ends, trials), at_least_GBps)
     findings, coming = list(check_pair_trials(standing)), choose_next_pairs(standing)
     if as_json:
-        content = {
-            "clear": [end for end in ends if end in standing.clear],
-            "slow": list(standing.named),
-            "below_GBps": standing.limit_GBps,
-            "next": [list(pair) for pair in coming],
-            "findings": [one.as_json() for one in findings],
-        }
-        print(json.dumps({"schema_version": SCHEMA_VERSION, **content}, indent=2))
+        print_json(
+            clear=[end for end in ends if end in standing.clear],
+            slow=list(standing.named),
+            below_GBps=standing.limit_GBps,
+            next=[list(pair) for pair in coming],
+            findings=[finding.as_json() for finding in findings],
+        )
         return findings
     print_findings(findings)
     if coming and adapters:
@@ -83,10 +79,3 @@ def _print_next_adapters(coming: Sequence[tuple[str, str]]) -> None:
     print(
         "with GPUs: perftest built for CUDA, and --use_cuda=INDEX of the GPU near the adapter on both sides"
     )
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None

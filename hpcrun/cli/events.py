@@ -1,15 +1,15 @@
-"""`hpcrun events`, `postmortem`, `save`, `stop`: the story of a run, and what one may ask of it."""
+"""`hpcrun events`, `postmortem`, `save`, `stop`: what happened to a run, and requests to it."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpcrun.cli.options import AsJson, Follow, Run, Runs, Timeout, make_app, parse_timeout
+from hpcrun.cli.output import note, print_json, print_lines
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_SAVED, HpcrunError, UsageError
 from hpcrun.specs.run_lookup import find_run, find_runs
 from hpcrun.specs.rundir import RunDir
@@ -17,42 +17,33 @@ from hpcrun.specs.rundir import RunDir
 if TYPE_CHECKING:
     from hpcrun.runs.event_text import EventLine
 
-SCHEMA_VERSION = 1
+app = make_app()
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-
-_NAMES = "A run's id or its beginning, a run directory, a Slurm job id; RUN/3 is an element of a sweep."
-_Run = Annotated[str, typer.Argument(metavar="RUN", help=_NAMES)]
-_Runs = Annotated[list[str], typer.Argument(metavar="RUN...", help=_NAMES)]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON: one object, with -f one a line.")]
-_Timeout = Annotated[
-    str | None, typer.Option(help="Wait no longer than this, such as 10m; the exit code is 1.")
-]
+_Wait = Annotated[bool, typer.Option("--wait", help="Wait until it is done.")]
 
 
 @app.command()
-def events(
-    name: _Run,
-    as_json: _Json = False,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the run is over.")] = False,
-) -> None:
-    """What happened to a run: launches, saves, signals, faults, and how each attempt ended."""
+def events(name: Run, as_json: AsJson = False, follow: Follow = False) -> None:
+    """Show a run's event log (-f to follow).
+
+    It lists launches, checkpoints, signals, faults, and how each attempt ended. With --json and -f, each
+    event is an object on its own line.
+    """
     from hpcrun.runs import event_text
 
     run = find_run(name)
     if run.sweep.is_file():
         raise UsageError(f"{run.id} is a sweep: name one of its elements, such as {run.id}/0")
     if follow:
-        event_text.follow_events(run, _write_json if as_json else _write, _note)
+        event_text.follow_events(run, _write_json if as_json else _write, note)
         return
-    found = event_text.format_events(run)
+    lines = event_text.format_events(run)
     if as_json:
-        print(_dump(run=run.id, events=[vars(entry) for entry in found]))
+        print_json(run=run.id, events=[vars(line) for line in lines])
         return
-    for entry in found:
-        print(entry)
-    if not found:
-        _note(f"nothing has happened to {run.id} yet")
+    print_lines(lines)
+    if not lines:
+        note(f"nothing has happened to {run.id} yet")
 
 
 def _write(entry: EventLine) -> None:
@@ -60,111 +51,97 @@ def _write(entry: EventLine) -> None:
 
 
 def _write_json(entry: EventLine) -> None:
-    print(_dump(**vars(entry)), flush=True)
+    print_json(**vars(entry))
 
 
 @app.command()
 def postmortem(
-    name: _Run,
+    name: Run,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.tar.gz", help="Default: RUN-postmortem.tar.gz here.")
+        Path | None,
+        typer.Option(metavar="FILE.tar.gz", help="Archive to write; default: RUN-postmortem.tar.gz."),
     ] = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Put what an engineer asks for into one tar: records, logs, the story; secrets are masked."""
-    from hpcrun.runs.postmortem import write_postmortem as write_bundle
+    """Collect logs and records of a run into one archive, secrets redacted."""
+    from hpcrun.runs.postmortem import write_postmortem
 
     run = find_run(name)
-    bundle = write_bundle(run, out)
+    bundle = write_postmortem(run, out)
     if as_json:
-        print(_dump(run=run.id, path=str(bundle.path), files=bundle.files, left_out=bundle.left_out))
+        print_json(run=run.id, path=str(bundle.path), files=bundle.files, left_out=bundle.left_out)
         return
     for line in bundle.left_out:
-        _note(f"left out: {line}")
+        note(f"left out: {line}")
     print(bundle.path)
 
 
 @app.command()
 def save(
-    names: _Runs,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it has saved.")] = False,
-    timeout: _Timeout = None,
+    names: Runs,
+    wait: _Wait = False,
+    timeout: Timeout = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Signal also a program of one's own, which may end it.")
+        bool,
+        typer.Option("--force", help="Also signal a command that is not hpcrun's, which may end it."),
     ] = False,
 ) -> None:
-    """Ask runs to save at their next step and go on (SIGUSR1)."""
+    """Ask runs to save at their next step and continue (SIGUSR1)."""
     from hpcrun.runs import requests
 
-    seconds = _parse_timeout(timeout, wait)
-    asked: list[requests.SaveRequest] = []
+    seconds = _wait_timeout(timeout, wait)
+    pending: list[requests.SaveRequest] = []
 
-    def ask_one(run: RunDir) -> None:
-        asked.append(requests.request_save(run, force=force))
-        for line in asked[-1].lines:
-            print(line, flush=True)
+    def request(run: RunDir) -> None:
+        pending.append(requests.request_save(run, force=force))
+        print_lines(pending[-1].lines)
 
-    code = _for_each_run(names, ask_one)
+    code = _for_each_run(names, request)
     if wait:
-        saved = [requests.wait_for_saves(one, _note, timeout_s=seconds) for one in asked]
+        saved = [requests.wait_for_saves(each, note, timeout_s=seconds) for each in pending]
         code = max(code, EXIT_DONE if all(saved) else EXIT_CHECK_FAILED)
     raise typer.Exit(code)
 
 
 @app.command()
-def stop(
-    names: _Runs,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it is over.")] = False,
-    timeout: _Timeout = None,
-) -> None:
-    """Ask runs to save and stop; they are not queued again. What waits is taken out of the queue."""
+def stop(names: Runs, wait: _Wait = False, timeout: Timeout = None) -> None:
+    """Ask runs to save and stop; they are not queued again.
+
+    Queued runs are removed from the queue.
+    """
     from hpcrun.runs import requests
-    from hpcrun.runs.follow import wait_for_runs as wait_for
+    from hpcrun.runs.follow import wait_for_runs
 
-    seconds = _parse_timeout(timeout, wait)
-    asked: list[RunDir] = []
+    seconds = _wait_timeout(timeout, wait)
+    stopping: list[RunDir] = []
 
-    def ask_one(run: RunDir) -> None:
-        for line in requests.request_stop(run):
-            print(line, flush=True)
-        asked.append(run)
+    def request(run: RunDir) -> None:
+        print_lines(requests.request_stop(run))
+        stopping.append(run)
 
-    code = _for_each_run(names, ask_one)
-    for state in wait_for(asked, _note, timeout_s=seconds) if wait and asked else ():
+    code = _for_each_run(names, request)
+    for state in wait_for_runs(stopping, note, timeout_s=seconds) if wait and stopping else ():
         if not state.is_over:
-            _note(f"not over after {timeout}: {state.run.id}")
+            note(f"not over after {timeout}: {state.run.id}")
             code = max(code, EXIT_CHECK_FAILED)
         elif state.code != EXIT_SAVED:
             code = max(code, state.code)
     raise typer.Exit(code)
 
 
-def _for_each_run(names: list[str], ask_one: Callable[[RunDir], None]) -> int:
-    """Ask every run, whatever becomes of those before; the worst exit code."""
+def _for_each_run(names: list[str], request: Callable[[RunDir], None]) -> int:
+    """Send a request to every run, even after an error; returns the worst exit code."""
     code = EXIT_DONE
     for run in find_runs(names, use="act"):
         try:
-            ask_one(run)
+            request(run)
         except HpcrunError as error:
-            _note(str(error))
+            note(str(error))
             code = max(code, error.exit_code)
     return code
 
 
-def _parse_timeout(timeout: str | None, wait: bool) -> float | None:
-    if timeout is None:
-        return None
-    if not wait:
+def _wait_timeout(timeout: str | None, wait: bool) -> float | None:
+    if timeout is not None and not wait:
         raise UsageError("--timeout: is for --wait; give both, or neither")
-    from hpcrun.units import parse_time
-
-    return parse_time(timeout, "--timeout").seconds
-
-
-def _dump(**values: Any) -> str:
-    return json.dumps({"schema_version": SCHEMA_VERSION, **values})
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"hpcrun: {text}\n")
-    sys.stderr.flush()
+    return parse_timeout(timeout)

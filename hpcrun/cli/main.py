@@ -1,15 +1,14 @@
-"""The command: finds the verb, loads its module and no other, and turns errors into lines and exit codes."""
+"""The command: loads the module of the verb and no other, turns errors into lines and exit codes."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, cast
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 from hpcrun import __version__, local_identity
+from hpcrun.cli.internal import INTERNAL_VERBS
 from hpcrun.cli.streams import OutputStreams
 from hpcrun.errors import (
     EXIT_DONE,
@@ -21,8 +20,9 @@ from hpcrun.errors import (
     UsageError,
 )
 
-if TYPE_CHECKING:
-    from hpcrun.launch.failover.guardian import SupervisorCrash
+OutputUse = Literal["is read", "is told", "is needed"]
+"""is read: the command ends with its reader · is told: its effect stands even if its output is lost ·
+is needed: output that cannot be written is a failure."""
 
 
 class CommandVerb(NamedTuple):
@@ -30,69 +30,41 @@ class CommandVerb(NamedTuple):
 
     module: str
     help: str
+    output: OutputUse = "is needed"
     holds_signals: bool = False
-    """Signals wait while the module is loaded; it opens an Inbox, or lets them through."""
-    output: Literal["is read", "is told", "is needed"] = "is needed"
-    """is read: the command ends with its reader · is told: what it has done stands, whoever hears of it ·
-    is needed: output that is lost for want of room is a failure."""
+    """Signals stay blocked while the module is loaded; it opens a SignalQueue, or unblocks them."""
 
 
 VERBS = {
-    "train": CommandVerb(
-        "hpcrun.cli.train", "run a job here, now; --resume RUN goes on with one", True, "is told"
-    ),
-    "submit": CommandVerb(
-        "hpcrun.cli.submit", "hand a job over to the cluster; --dry-run shows the script", False, "is told"
-    ),
-    "list": CommandVerb("hpcrun.cli.runs", "the runs, and how far each has come", False, "is read"),
-    "status": CommandVerb("hpcrun.cli.runs", "what a run is doing, or how it ended", False, "is read"),
-    "describe": CommandVerb("hpcrun.cli.runs", "everything that is known of a run", False, "is read"),
-    "wait": CommandVerb(
-        "hpcrun.cli.runs", "wait until runs are over; the exit code is theirs", False, "is told"
-    ),
-    "logs": CommandVerb("hpcrun.cli.runs", "what a rank has printed; -f follows it", False, "is read"),
-    "cancel": CommandVerb("hpcrun.cli.runs", "ask a run to save and stop", False, "is told"),
-    "save": CommandVerb("hpcrun.cli.events", "ask a run to save now, and to go on", False, "is told"),
-    "stop": CommandVerb(
-        "hpcrun.cli.events", "ask a run to save and stop; --wait until it has", False, "is told"
-    ),
-    "events": CommandVerb(
-        "hpcrun.cli.events", "the story of a run in plain lines; -f follows it", False, "is read"
-    ),
+    "train": CommandVerb("train", "run a job here and now; --resume RUN continues one", "is told", True),
+    "submit": CommandVerb("submit", "submit a job to the cluster; --dry-run prints the script", "is told"),
+    "list": CommandVerb("runs", "list runs and their progress", "is read"),
+    "status": CommandVerb("runs", "show what a run is doing, or how it ended", "is read"),
+    "describe": CommandVerb("runs", "show a run's origin, files, attempts and goodput", "is read"),
+    "wait": CommandVerb("runs", "wait until runs are over, and exit with their code", "is told"),
+    "logs": CommandVerb("runs", "print the output of a rank (-f to follow)", "is read"),
+    "cancel": CommandVerb("runs", "ask runs to save and stop, or dequeue them", "is told"),
+    "save": CommandVerb("events", "ask runs to save now and continue", "is told"),
+    "stop": CommandVerb("events", "ask runs to save and stop (--wait until they have)", "is told"),
+    "events": CommandVerb("events", "show a run's event log (-f to follow)", "is read"),
     "postmortem": CommandVerb(
-        "hpcrun.cli.events", "one tar with what an engineer asks for, without secrets", False, "is told"
+        "events", "collect logs and records in one archive, secrets redacted", "is told"
     ),
-    "chaos": CommandVerb(
-        "hpcrun.cli.chaos", "rehearse faults on a running run of one's own", False, "is told"
-    ),
-    "metrics": CommandVerb("hpcrun.cli.metrics", "a run's figures for Prometheus; --dashboard for Grafana"),
-    "data": CommandVerb("hpcrun.cli.data", "make token files, and look at what a job would train on"),
-    "ckpt": CommandVerb(
-        "hpcrun.cli.ckpt", "the saves of a run: list, prove, repair, compare, clean up, move"
-    ),
-    "cluster": CommandVerb(
-        "hpcrun.cli.cluster", "the cluster's profile: show, draft, check against the live Slurm"
-    ),
-    "fabric": CommandVerb(
-        "hpcrun.cli.fabric", "the network: its shape, what is free, where a job would stand"
-    ),
-    "tune": CommandVerb(
-        "hpcrun.cli.tune", "communication settings: advice, lint, what a variable means, uptake"
-    ),
-    "doctor": CommandVerb(
-        "hpcrun.cli.doctor", "what is wrong with a node's network; which node is the odd one"
-    ),
-    "template": CommandVerb(
-        "hpcrun.cli.template", "the site's sbatch templates: list, show, export, check, diff"
-    ),
-    "demo": CommandVerb(
-        "hpcrun.cli.demo", "see it work here: train, stop, resume, compare", False, "is told"
-    ),
+    "chaos": CommandVerb("chaos", "inject faults into one of your running runs", "is told"),
+    "metrics": CommandVerb("metrics", "print metrics for Prometheus, or a Grafana dashboard"),
+    "data": CommandVerb("data", "make token files, inspect what a job would train on"),
+    "ckpt": CommandVerb("ckpt", "list, verify, repair, compare, export checkpoints"),
+    "cluster": CommandVerb("cluster", "show, draft or check a cluster profile"),
+    "fabric": CommandVerb("fabric", "show the network, free nodes, the placement of a job"),
+    "tune": CommandVerb("tune", "advise, check and explain communication settings"),
+    "doctor": CommandVerb("doctor", "find faults in the network of a node or an allocation"),
+    "template": CommandVerb("template", "list, show, export and check sbatch templates"),
+    "demo": CommandVerb("demo", "train, stop, resume and compare on this machine", "is told"),
 }
 
 
 _PRINTING_OPTIONS = {"--help", "--dry-run", "--print-spec", "--print-schema"}
-"""With these, every verb does nothing but print."""
+"""With these, every verb only prints."""
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -105,44 +77,44 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     try:
         code = _run(arguments)
     except HpcrunError as error:
-        _print_error(str(error))
+        _note(str(error))
         code = error.exit_code
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has seen enough.
+        # The reader has seen enough.
         code = EXIT_DONE
     except OSError as error:
-        if arguments[:1] and arguments[0] in _INTERNAL:  # their logs are read by those who look for a cause
+        if arguments[:1] and arguments[0] in INTERNAL_VERBS:  # the traceback belongs in their logs
             raise
-        _print_error(_format_os_error(error))
+        _note(_format_os_error(error))
         code = EXIT_SITE
     if lost := streams.lost():
-        _print_error(lost)
+        _note(lost)
         code = code if output == "is told" else code or EXIT_SITE
     sys.exit(code)
 
 
-def _output_policy(arguments: list[str]) -> Literal["is read", "is told", "is needed"]:
-    """What becomes of a command whose output nobody takes; see CommandVerb."""
+def _output_policy(arguments: list[str]) -> OutputUse:
+    """What lost output means for a command."""
     verb, *rest = arguments or [""]
-    if verb in _INTERNAL:
+    if verb in INTERNAL_VERBS:
         return "is told"
     own = rest[: rest.index("--")] if "--" in rest else rest
-    is_shown = not _PRINTING_OPTIONS.isdisjoint(own)
-    return VERBS[verb].output if verb in VERBS and not is_shown else "is needed"
+    only_prints = not _PRINTING_OPTIONS.isdisjoint(own)
+    return VERBS[verb].output if verb in VERBS and not only_prints else "is needed"
 
 
 def _format_os_error(error: OSError) -> str:
-    """What the system refused, and where."""
-    told = error.strerror or str(error) or type(error).__name__
+    """The system's error, and the file or directory."""
+    message = error.strerror or str(error) or type(error).__name__
     if error.filename:
-        return f"{error.filename}: {told}"
+        return f"{error.filename}: {message}"
     try:
         local_identity.working_directory()
-    except SiteError as gone:  # which the system does not name
-        return str(gone)
-    return told
+    except SiteError as missing:  # the system does not name it
+        return str(missing)
+    return message
 
 
 def _run(arguments: list[str]) -> int:
@@ -153,8 +125,8 @@ def _run(arguments: list[str]) -> int:
     if verb == "--version":
         print(f"hpcrun {__version__}")
         return EXIT_DONE
-    if verb in _INTERNAL:
-        return _INTERNAL[verb](*rest)
+    if verb in INTERNAL_VERBS:
+        return INTERNAL_VERBS[verb](*rest)
     if verb not in VERBS:
         raise UsageError(f"{verb}: no such command{_suggest_nearest(verb)}; there are: {', '.join(VERBS)}")
     return _run_verb(verb, rest)
@@ -165,16 +137,16 @@ def _run_verb(verb: str, rest: list[str]) -> int:
         from hpcrun.launch.signal_queue import block_signals
 
         block_signals()
-    # Typer would drop the `--`, and with it the difference between our options and another program's.
+    # Typer would drop the `--`, and with it the difference between our options and those of the command.
     after: list[str] | None = None
     if "--" in rest:
         at = rest.index("--")
         rest, after = rest[:at], rest[at + 1 :]
-    module = importlib.import_module(VERBS[verb].module)
+    module = importlib.import_module(f"hpcrun.cli.{VERBS[verb].module}")
     import typer
 
     # The base of all usage errors has had several homes in Typer's releases, but one name.
-    mistake: type[Exception] = next(
+    usage_error: type[Exception] = next(
         base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
     )
     command = typer.main.get_command(module.app)
@@ -192,7 +164,7 @@ def _run_verb(verb: str, rest: list[str]) -> int:
         return leave.exit_code
     except typer.Abort:
         return EXIT_INTERRUPTED
-    except mistake as error:
+    except usage_error as error:
         text = str(cast(Any, error).format_message())
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.stderr.write(f"{text}\n")
@@ -201,128 +173,22 @@ def _run_verb(verb: str, rest: list[str]) -> int:
     return EXIT_DONE
 
 
-def _run_rank(run_dir: str, number: str) -> int:
-    """The internal verb `_rank RUN ATTEMPT`: the shim first, so that whatever comes after is logged."""
-    from pathlib import Path
-
-    from hpcrun.launch import rank_shim
-    from hpcrun.launcher_world import World, detect_world
-    from hpcrun.specs import rank_error
-    from hpcrun.specs.rundir import RunDir
-
-    attempt = RunDir(Path(run_dir)).attempt(int(number))
-    world = detect_world(os.environ) or World("single", 0, 1, 0, 1)
-    requests = rank_shim.enter_rank(attempt, world)
-    try:
-        code = int(importlib.import_module("hpcrun.runtime.entry").main(run_dir, int(number), requests))
-        rank_shim.ignore_request_signals()
-        return code
-    except BaseException as error:  # noqa: BLE001 - the outermost frame of a rank
-        rank_error.report_error(attempt, world.rank, error)
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # An orderly exit would wait in MPI_Finalize for the others.
-        os._exit(rank_error.exit_code_of(error))
-
-
-def _run_agent(run_dir: str, called: str = "") -> int:
-    """The internal verb `_agent RUN [called]`: what the supervisor starts on each node of an allocation."""
-    from pathlib import Path
-
-    from hpcrun.launch.agents.agent import Agent
-    from hpcrun.specs.rundir import RunDir
-
-    Agent(RunDir(Path(run_dir)), is_called_back=bool(called)).serve()
-    return EXIT_DONE
-
-
-def _run_successor(run_dir: str, epoch: str) -> int:
-    """The internal verb `_failover RUN EPOCH`: the supervisor that an agent starts after a failover."""
-    from hpcrun.launch.signal_queue import block_signals
-
-    block_signals()
-    return int(importlib.import_module("hpcrun.launch.failover.failover_main").run_failover(run_dir, epoch))
-
-
-def _run_batch_task(folder: str) -> int:
-    """The internal verb `_task FOLDER`: a submitted job; its signals wait until somebody can read them."""
-    from hpcrun.launch.failover.guardian import supervise_with_restarts
-    from hpcrun.launch.signal_queue import block_signals
-
-    block_signals()
-    return supervise_with_restarts(lambda fall: _run_supervisor(folder, fall))
-
-
-def _run_supervisor(folder: str, fall: SupervisorCrash | None) -> int:
-    """What that job does, in a child of the process that the batch script waits for; see its module."""
-    try:
-        task = importlib.import_module("hpcrun.launch.batch_task")
-        importlib.import_module("submitit")
-    except ImportError as error:
-        words = "the job's python, or python.path in the profile, must be one that has hpcrun installed"
-        raise SiteError(f"{sys.executable} on {os.uname().nodename}: {error}; {words}") from None
-    return int(task.run_submitted(folder, fall))
-
-
-def _run_function_call() -> int:
-    """The internal verb `_call`: a rank of a function's run; see its module."""
-    return int(importlib.import_module("hpcrun.submission.function_call").main())
-
-
-def _execute_injection(run_dir: str, order: str) -> int:
-    """The internal verb `_chaos RUN ORDER`: what a rehearsal starts where its victim is."""
-    import json
-    from pathlib import Path
-
-    from hpcrun.chaos.injector import execute_injection
-    from hpcrun.specs.rundir import RunDir
-
-    return execute_injection(RunDir(Path(run_dir)), json.loads(order))
-
-
-def _run_sidecar(run_dir: str, name: str = "") -> int:
-    """The internal verb `_beside RUN [NAME]`: who tells others of a run while it goes on."""
-    return int(importlib.import_module("hpcrun.telemetry.sidecar").main(run_dir, name))
-
-
-def _run_checkpoint_worker(root: str = "") -> int:
-    """The internal verb `_checkpoint_worker [ROOT]`: the checkpoint worker of a node, child of its agent."""
-    importlib.import_module("hpcrun.checkpoint.flush.worker").main(root)
-    return EXIT_DONE
-
-
-def _run_connectivity_step(interface: str) -> int:
-    """The internal verb `_reach INTERFACE`: a node's part in trying which nodes reach each other."""
-    from hpcrun.health.connectivity import run_connectivity_step
-
-    run_connectivity_step(interface)
-    return EXIT_DONE
-
-
-_INTERNAL: dict[str, Callable[..., int]] = {
-    "_rank": _run_rank,
-    "_agent": _run_agent,
-    "_task": _run_batch_task,
-    "_call": _run_function_call,
-    "_chaos": _execute_injection,
-    "_beside": _run_sidecar,
-    "_reach": _run_connectivity_step,
-    "_checkpoint_worker": _run_checkpoint_worker,
-    "_failover": _run_successor,
-}
-"""What we start ourselves."""
-
-
 def _print_help() -> None:
     print("usage: hpcrun VERB ...\n\nDistributed training, from the laptop to the cluster.\n")
     width = max(map(len, VERBS))
     for name, verb in VERBS.items():
         print(f"  {name:{width}}  {verb.help}")
     print(
-        "\n`hpcrun VERB --help` says more. Exit codes: 0 done, 1 a check failed, 2 usage or job file, 3 site,"
+        "\n`hpcrun VERB --help` says more. Exit codes: 0 done, 1 a check failed, 2 usage or\n"
+        "job file, 3 site, 4 not a number, 5 ranks died, 75 saved (to be resumed),\n"
+        "130 interrupted."
     )
-    print("4 not a number, 5 ranks died, 75 saved (to be resumed), 130 interrupted.")
+
+
+def _note(text: str) -> None:
+    from hpcrun.cli.output import note
+
+    note(text)
 
 
 def _suggest_nearest(word: str) -> str:
@@ -330,12 +196,3 @@ def _suggest_nearest(word: str) -> str:
 
     close = difflib.get_close_matches(word, VERBS, n=1)
     return f"; did you mean {close[0]}?" if close else ""
-
-
-def _print_error(text: str) -> None:
-    from hpcrun.cli.terminal import escape_control_characters
-
-    text = escape_control_characters(text)
-    # Where it cannot be said, the exit code still tells.
-    with contextlib.suppress(OSError):
-        sys.stderr.write("".join(f"hpcrun: {line}\n" for line in text.splitlines()))

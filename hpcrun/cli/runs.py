@@ -2,52 +2,52 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hpcrun.cli.display import LineDisplay, format_short_duration
-from hpcrun.cli.terminal import escape_to_one_line, write_log
+from hpcrun.cli.display import LineDisplay
+from hpcrun.cli.options import AsJson, Follow, OptionalRuns, Run, Runs, Timeout, make_app, parse_timeout
+from hpcrun.cli.output import note, print_facts, print_json, print_lines, print_table
+from hpcrun.cli.terminal import write_log
 from hpcrun.errors import EXIT_CHECK_FAILED, EXIT_DONE, HpcrunError, UsageError
 from hpcrun.runs import run_state
 from hpcrun.specs.run_lookup import all_runs, find_run, find_runs, runs_roots
 from hpcrun.specs.rundir import RunDir
+from hpcrun.units import format_duration
 
-SCHEMA_VERSION = 1
 _MAX_QUICK_LEDGER_BYTES = 32 * 2**20
 """Metrics of more than this, some eighty thousand steps, take seconds to read."""
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-
-_NAMES = "A run's id or its beginning, a run directory, a Slurm job id; RUN/3 is an element of a sweep."
-_Run = Annotated[str, typer.Argument(metavar="RUN", help=_NAMES)]
-_Runs = Annotated[list[str], typer.Argument(metavar="RUN...", help=_NAMES)]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+app = make_app()
 
 
 @app.command("list")
 def list_runs(
-    states: Annotated[list[str] | None, typer.Option("--state", help="Only runs in this state.")] = None,
-    as_json: _Json = False,
+    states: Annotated[
+        list[str] | None, typer.Option("--state", metavar="STATE", help="Only runs in this state.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """The runs under the root (HPCRUN_ROOT, the profile's, ./runs), oldest first."""
-    for state in states or ():
-        if state not in run_state.RUN_STATES:
-            raise UsageError(f"--state: {state!r} is no state; there are {', '.join(run_state.RUN_STATES)}")
-    found = [one for one in run_state.read_run_states(list(all_runs())) if not states or one.state in states]
+    """List the runs under the root, oldest first.
+
+    The root is HPCRUN_ROOT, else the profile's, else ./runs.
+    """
+    for name in states or ():
+        if name not in run_state.RUN_STATES:
+            raise UsageError(f"--state: {name!r} is no state; there are {', '.join(run_state.RUN_STATES)}")
+    every = run_state.read_run_states(list(all_runs()))
+    shown = [state for state in every if not states or state.state in states]
     root = ", ".join(map(str, runs_roots()))
     if as_json:
-        _print_json(root=root, runs=[one.as_json() for one in found])
-    elif found:
-        _print_table(
-            ("RUN", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "AGE"), [_list_row(one) for one in found]
-        )
+        print_json(root=root, runs=[state.as_json() for state in shown])
+    elif shown:
+        head = ("RUN", "STATE", "JOB", "ATTEMPT", "STEP", "LOSS", "AGE")
+        print_table([_list_row(state) for state in shown], head)
     else:
         print(f"no runs {'in this state ' if states else ''}under {root}")
 
@@ -66,37 +66,40 @@ def _list_row(state: run_state.RunState) -> tuple[str, ...]:
 
 @app.command()
 def status(
-    names: Annotated[list[str] | None, typer.Argument(metavar="RUN...", help=_NAMES)] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every run that is not over.")] = False,
-    as_json: _Json = False,
+    names: OptionalRuns = None,
+    everything: Annotated[bool, typer.Option("--all", help="All runs that are not over.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """What runs are doing, or how they ended; of a sweep, the results of its elements."""
+    """Show what runs are doing, or how they ended.
+
+    For a sweep, the results of its elements are listed.
+    """
     if bool(names) == everything:
         raise UsageError("status: name a run, or several, or give --all; `hpcrun list` shows the runs")
     chosen = list(all_runs()) if everything else find_runs(names or ())
     if len(chosen) == 1 and not everything:
-        _show_one(chosen[0], as_json)
+        _show_run(chosen[0], as_json)
         return
-    found = [one for one in run_state.read_run_states(chosen) if not (everything and one.is_over)]
+    states = [state for state in run_state.read_run_states(chosen) if not (everything and state.is_over)]
     if as_json:
-        _print_json(runs=[one.as_json() for one in found])
-    elif found:
+        print_json(runs=[state.as_json() for state in states])
+    elif states:
         rows = [
             (
-                one.run.id,
-                _format_element_counts(one) or one.shown,
-                one.job or "-",
-                _format_step(one),
-                one.message.partition("\n")[0],
+                state.run.id,
+                _format_element_counts(state) or state.shown,
+                state.job or "-",
+                _format_step(state),
+                state.message.partition("\n")[0],
             )
-            for one in found
+            for state in states
         ]
-        _print_table(("RUN", "STATE", "JOB", "STEP", "WHY"), rows)
+        print_table(rows, ("RUN", "STATE", "JOB", "STEP", "WHY"))
     else:
         print("every run is over")
 
 
-def _show_one(run: RunDir, as_json: bool) -> None:
+def _show_run(run: RunDir, as_json: bool) -> None:
     if run.sweep.is_file():
         _show_sweep(run, as_json)
         return
@@ -104,9 +107,9 @@ def _show_one(run: RunDir, as_json: bool) -> None:
     if as_json:
         from hpcrun.runs.describe import compute_run_ledger
 
-        _print_json(**state.as_json(), ledger=compute_run_ledger(state).as_json())
+        print_json(**state.as_json(), ledger=compute_run_ledger(state).as_json())
         return
-    _print_facts(
+    print_facts(
         run=run.path,
         state=_format_message(state),
         exit=state.exit_code,
@@ -126,22 +129,18 @@ def _show_one(run: RunDir, as_json: bool) -> None:
 def _quick_ledger_facts(state: run_state.RunState) -> dict[str, str]:
     """Faults, spares and goodput, where reading every step is a matter of a moment."""
     if _file_size(state.run.metrics) > _MAX_QUICK_LEDGER_BYTES:
-        return {"goodput": f"of so many steps takes a while to add up; see hpcrun describe {state.run.id}"}
+        return {"goodput": f"too many steps to sum up quickly; see hpcrun describe {state.run.id}"}
     from hpcrun.runs.describe import compute_run_ledger, read_checkpoint_stats
 
     ledger = compute_run_ledger(state)
-    told = {"saves": "; ".join(read_checkpoint_stats(state.run).lines())}
-    told |= {"faults": ", ".join(f"{count} {cause}" for cause, count in ledger.causes.items())}
+    facts = {"saves": "; ".join(read_checkpoint_stats(state.run).lines())}
+    facts |= {"faults": ", ".join(f"{count} {cause}" for cause, count in ledger.causes.items())}
     if ledger.spares_left is not None:
-        told["spares"] = f"{ledger.spares_left} left"
+        facts["spares"] = f"{ledger.spares_left} left"
     if ledger.goodput is not None:
-        lost = ", ".join(f"{name} {_format_seconds(seconds)}" for name, seconds in ledger.losses())
-        told["goodput"] = f"{ledger.goodput:.1%}" + (f"; lost to {lost}" if lost else "")
-    return told
-
-
-def _format_seconds(value: float) -> str:
-    return f"{value:.1f} s" if value < 10 else format_short_duration(value)
+        lost = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in ledger.losses())
+        facts["goodput"] = f"{ledger.goodput:.1%}" + (f"; lost to {lost}" if lost else "")
+    return facts
 
 
 def _file_size(path: Path) -> int:
@@ -158,9 +157,9 @@ def _show_sweep(run: RunDir, as_json: bool) -> None:
     whole = run_state.summarize_sweep(run, [state for _, state in table])
     if as_json:
         results = [{"overrides": changes, **state.as_json()} for changes, state in table]
-        _print_json(**whole.as_json(), results=results)
+        print_json(**whole.as_json(), results=results)
         return
-    _print_facts(run=run.path, state=whole.message, job=_format_job(whole))
+    print_facts(run=run.path, state=whole.message, job=_format_job(whole))
     rows = [
         (
             state.run.path.name,
@@ -174,48 +173,51 @@ def _show_sweep(run: RunDir, as_json: bool) -> None:
         for changes, state in table
     ]
     print()
-    _print_table(("ELEMENT", "OVERRIDES", "STATE", "STEP", "LOSS", "EVAL LOSS", "WHY"), rows)
+    print_table(rows, ("ELEMENT", "OVERRIDES", "STATE", "STEP", "LOSS", "EVAL LOSS", "WHY"))
 
 
 @app.command()
-def describe(name: _Run, as_json: _Json = False) -> None:
-    """Everything that is known of a run: its origin, files, jobs, attempts and saves."""
+def describe(name: Run, as_json: AsJson = False) -> None:
+    """Show a run's origin, files, jobs, attempts, checkpoints and goodput."""
     from hpcrun.runs.describe import describe_run
 
-    told, ledger = describe_run(find_run(name))
+    facts, ledger = describe_run(find_run(name))
     if as_json:
-        _print_json(**told, ledger=ledger.as_json())
+        print_json(**facts, ledger=ledger.as_json())
         return
-    _print_facts(**_description_rows(told))
-    for one in told["attempts"]:
-        print(_format_attempt(one))
-    for line in ledger.lines() if ledger.attempts else ():
-        print(line)
+    print_facts(**_description_rows(facts))
+    print_lines(map(_format_attempt, facts["attempts"]))
+    print_lines(ledger.lines() if ledger.attempts else ())
 
 
-def _format_attempt(one: dict[str, Any]) -> str:
-    where = f" on {one['host']}" if one["host"] else ""
-    job = f", job {one['slurm_job']} (restart {one['restarts']})" if one["slurm_job"] else ""
-    few = f", {one['replicas']['there']} of {one['replicas']['whole']} replicas" if one["replicas"] else ""
-    again = f", queued again ({one['requeued']})" if one["requeued"] else ""
-    again = f", relaunched ({one['relaunched']})" if one["relaunched"] else again
-    why = f": {one['message']}" if one["message"] else ""
-    return f"attempt {one['attempt']}{where}{job}{few}: {one['status']}{why}{again}; {one['logs']}"
+def _format_attempt(record: dict[str, Any]) -> str:
+    host = f" on {record['host']}" if record["host"] else ""
+    job = f", job {record['slurm_job']} (restart {record['restarts']})" if record["slurm_job"] else ""
+    counts = record["replicas"]
+    replicas = f", {counts['there']} of {counts['whole']} replicas" if counts else ""
+    again = f", queued again ({record['requeued']})" if record["requeued"] else ""
+    again = f", relaunched ({record['relaunched']})" if record["relaunched"] else again
+    why = f": {record['message']}" if record["message"] else ""
+    status = f"{record['status']}{why}{again}; {record['logs']}"
+    return f"attempt {record['attempt']}{host}{job}{replicas}: {status}"
 
 
-def _description_rows(told: dict[str, Any]) -> dict[str, Any]:
-    """What there is to tell, under the words that people read."""
-    origin = told["origin"] or {}
-    slurm = f" (Slurm says {told['slurm_state']})" if told["slurm_state"] else ""
-    state = f"{told['state']}{slurm}" + (f": {told['message']}" if told["message"] else "")
-    facts = {"run": told["path"], "state": state, "exit": told["exit_code"], "nodes": told["nodes"]}
-    facts |= {
-        "start": told["start"],
-        "after": ", ".join(told["after"]),
-        "overrides": _format_pairs(told["overrides"]),
+def _description_rows(record: dict[str, Any]) -> dict[str, Any]:
+    """What `describe` prints, by the names that people read."""
+    origin = record["origin"] or {}
+    slurm = f" (Slurm says {record['slurm_state']})" if record["slurm_state"] else ""
+    state = f"{record['state']}{slurm}" + (f": {record['message']}" if record["message"] else "")
+    facts = {
+        "run": record["path"],
+        "state": state,
+        "exit": record["exit_code"],
+        "nodes": record["nodes"],
+        "start": record["start"],
+        "after": ", ".join(record["after"]),
+        "overrides": _format_pairs(record["overrides"]),
     }
     if origin:
-        dirty = " and changes of its own, see code difference" if origin["is_dirty"] else ""
+        dirty = " with local changes, see code difference" if origin["is_dirty"] else ""
         facts |= {
             "kind": f"{origin['kind']} of {origin['ranks']} rank{'s' * (origin['ranks'] != 1)}",
             "made": f"{_format_time(origin['created'])} by {origin['user']} on {origin['host']}",
@@ -226,57 +228,51 @@ def _description_rows(told: dict[str, Any]) -> dict[str, Any]:
             "cluster": origin["cluster"],
             "template": origin["template"],
             "environment": _format_pairs(origin["inputs"]),
-            "submitted": "; ".join(_format_submission(one) for one in origin["submissions"]),
+            "submitted": "; ".join(map(_format_submission, origin["submissions"])),
         }
     files = {
-        name: value if isinstance(value, str) else ", ".join(value) for name, value in told["files"].items()
+        name: value if isinstance(value, str) else ", ".join(value) for name, value in record["files"].items()
     }
-    saved = ", ".join(f"step {step}" for step in told["saved_steps"])
-    return facts | files | {"saved": saved, "levels": "; ".join(told["save_lines"])}
+    saved = ", ".join(f"step {step}" for step in record["saved_steps"])
+    return facts | files | {"saved": saved, "levels": "; ".join(record["save_lines"])}
 
 
-def _format_submission(one: dict[str, Any]) -> str:
-    what = f"job {one['job']}" if one["job"] is not None else f"pid {one['pid']} on {one['host']}"
-    cluster = f" on {one['cluster']}" if one["cluster"] else ""
-    array = f" as array {one['array']}" if one["array"] else ""
-    return f"{what}{cluster}{array}, {_format_time(one['time'])}"
+def _format_submission(record: dict[str, Any]) -> str:
+    job, host = record["job"], record["host"]
+    place = f"job {job}" if job is not None else f"pid {record['pid']} on {host}"
+    cluster = f" on {record['cluster']}" if record["cluster"] else ""
+    array = f" as array {record['array']}" if record["array"] else ""
+    return f"{place}{cluster}{array}, {_format_time(record['time'])}"
 
 
 @app.command()
-def wait(
-    names: _Runs,
-    timeout: Annotated[
-        str | None, typer.Option(help="Give up after this time, such as 90m or 2h; the exit code is 1.")
-    ] = None,
-    as_json: _Json = False,
-) -> None:
-    """Wait until runs are over; the exit code is the run's, of several the worst."""
-    from hpcrun.runs import follow
-    from hpcrun.units import parse_time
+def wait(names: Runs, timeout: Timeout = None, as_json: AsJson = False) -> None:
+    """Wait until runs are over.
 
-    seconds = None if timeout is None else parse_time(timeout, "--timeout").seconds
-    found = follow.wait_for_runs(find_runs(names), _note, timeout_s=seconds)
+    The exit code is the run's, of several the worst.
+    """
+    from hpcrun.runs import follow
+
+    states = follow.wait_for_runs(find_runs(names), note, timeout_s=parse_timeout(timeout))
     if as_json:
-        _print_json(runs=[one.as_json() for one in found])
-    if ahead := [one.run.id for one in found if not one.is_over]:
-        _note(f"not over after {timeout}: {', '.join(ahead)}")
+        print_json(runs=[state.as_json() for state in states])
+    if active := [state.run.id for state in states if not state.is_over]:
+        note(f"not over after {timeout}: {', '.join(active)}")
         raise typer.Exit(EXIT_CHECK_FAILED)
-    raise typer.Exit(run_state.worst_exit_code(one.code for one in found))
+    raise typer.Exit(run_state.worst_exit_code(state.code for state in states))
 
 
 @app.command()
 def logs(
-    name: _Run,
-    rank: Annotated[int | None, typer.Option(min=0, help="Which rank; default 0.")] = None,
-    attempt: Annotated[int | None, typer.Option(min=1, help="Which attempt; default the newest.")] = None,
-    element: Annotated[int | None, typer.Option(min=0, help="Which element of a sweep.")] = None,
-    batch: Annotated[bool, typer.Option("--batch", help="What the batch shell has printed.")] = False,
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Wait for it to start, go on until the run is over.")
-    ] = False,
-    as_json: _Json = False,
+    name: Run,
+    rank: Annotated[int | None, typer.Option(min=0, metavar="R", help="Rank; default: 0.")] = None,
+    attempt: Annotated[int | None, typer.Option(min=1, metavar="N", help="Attempt; default: newest.")] = None,
+    element: Annotated[int | None, typer.Option(min=0, metavar="N", help="Element of a sweep.")] = None,
+    batch: Annotated[bool, typer.Option("--batch", help="Print the batch script's output instead.")] = False,
+    follow: Follow = False,
+    as_json: AsJson = False,
 ) -> None:
-    """What a rank has printed."""
+    """Print the output of a rank (-f to follow)."""
     from hpcrun.runs import follow as following
 
     if follow and as_json:
@@ -294,7 +290,7 @@ def logs(
         raise UsageError(f"{run.id}: no batch shell has printed anything yet")
     if as_json:
         files = [{"path": str(path), "text": "".join(following.read_file_chunks([path]))} for path in paths]
-        _print_json(id=run.id, files=files)
+        print_json(id=run.id, files=files)
         return
     for text in following.read_file_chunks(paths):
         write_log(text)
@@ -312,58 +308,32 @@ def show_run_output(
 
 @app.command()
 def cancel(
-    names: _Runs,
-    now: Annotated[bool, typer.Option("--now", help="End it at once, without a save.")] = False,
-    as_json: _Json = False,
+    names: Runs,
+    now: Annotated[bool, typer.Option("--now", help="End them at once, without saving.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Ask runs to save and stop; what waits in the queue is taken out of it."""
+    """Ask runs to save and stop, and remove queued ones from the queue."""
     from hpcrun.runs import cancel as stopping
 
-    code, told = EXIT_DONE, []
+    code, results = EXIT_DONE, []
     for run in find_runs(names, use="act"):
-        lines, trouble = [], None
+        lines, problem = [], None
         try:
             lines = stopping.cancel_run(run, now=now)
         except HpcrunError as error:
             # The others are still to be stopped.
-            trouble, code = str(error), max(code, error.exit_code)
-            _note(trouble)
-        told.append({"id": run.id, "done": lines, "error": trouble})
-        for line in () if as_json else lines:
-            print(line)
+            problem, code = str(error), max(code, error.exit_code)
+            note(problem)
+        results.append({"id": run.id, "done": lines, "error": problem})
+        print_lines(() if as_json else lines)
     if as_json:
-        _print_json(runs=told)
+        print_json(runs=results)
     raise typer.Exit(code)
-
-
-def _print_json(**values: Any) -> None:
-    print(json.dumps({"schema_version": SCHEMA_VERSION, **values}))
-
-
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = [head, *([escape_to_one_line(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in table) for column in range(len(head))]
-    for row in table:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def _print_facts(**facts: Any) -> None:
-    told = {name: value for name, value in facts.items() if value not in (None, "")}
-    width = max(7, *map(len, told))
-    for name, value in told.items():
-        # Further lines stand below the value, where none can pass for a fact of its own.
-        text = str(value).replace("\n", "\n" + " " * (width + 2))
-        print(f"{name:{width}}  {text}")
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"hpcrun: {text}\n")
-    sys.stderr.flush()
 
 
 def _format_age(state: run_state.RunState) -> str:
     """Since it last wrote something; the stamp may be of a clock that is ahead of this one."""
-    return format_short_duration(max(0.0, time.time() - state.changed))
+    return format_duration(max(0.0, time.time() - state.changed))
 
 
 def _format_message(state: run_state.RunState) -> str:

@@ -9,10 +9,12 @@ import os
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from hpcrun.cli.options import AsJson, CommandWords, make_app, split_job_words
+from hpcrun.cli.output import note, print_json
 from hpcrun.errors import UsageError
 from hpcrun.launch import signal_queue as signals
 from hpcrun.launcher_world import World, detect_world
@@ -21,24 +23,18 @@ if TYPE_CHECKING:
     from hpcrun.launch.attempt_monitor import AttemptOutcome, RunObserver
     from hpcrun.specs.rundir import RunDir
 
-SCHEMA_VERSION = 1
 TAKES_COMMAND = True
-"""What stands behind `--` is the user's program."""
+"""What follows `--` is the user's command."""
 
-app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+app = make_app()
 
 
 @app.command()
 def train(
     context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="JOB [key=value]... [-- command ...]", help="A job file, and what to change in it."
-        ),
-    ] = None,
+    words: CommandWords = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="RUN", help="Go on with a run, from its newest save.")
+        str | None, typer.Option(metavar="RUN", help="Resume a run from its newest checkpoint.")
     ] = None,
     print_spec: Annotated[
         bool, typer.Option("--print-spec", help="Print the resolved job and its layout; start nothing.")
@@ -46,14 +42,14 @@ def train(
     print_schema: Annotated[
         bool, typer.Option("--print-schema", help="Print the JSON schema of job files, for editors.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train here and now: hpcrun train job.yaml train.steps=50
+    """Run a job here and now: hpcrun train job.yaml train.steps=50
 
-    Starts one process a rank of the job's parallel layout and ends when they have; inside an allocation of
-    Slurm's, over its nodes. SIGUSR1 saves, SIGUSR2 and SIGTERM save and stop (exit code 75), Ctrl-C too
-    (130); a second Ctrl-C ends at once. Behind `--`: a program of one's own, started once a rank with
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, which gets the same signals.
+    Starts one process per rank of the job's parallel layout and ends when they have; inside a Slurm
+    allocation, on its nodes. SIGUSR1 saves; SIGUSR2 and SIGTERM save and stop (exit code 75), as does Ctrl-C
+    (130); a second Ctrl-C ends at once. A command after `--` is started once per rank with RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and gets the same signals.
     """
     if print_schema:
         from hpcrun.specs.load import job_schema
@@ -61,7 +57,7 @@ def train(
         print(json.dumps(job_schema(), indent=2))
         return
     command: list[str] | None = context.obj
-    job, overrides = _job_and_overrides(words or [], resume, command)
+    job, overrides = _job_and_overrides(words, resume, command)
     if print_spec:
         signals.unblock_signals()
         _print_spec(job, overrides, resume, command)
@@ -73,32 +69,25 @@ def train(
         raise typer.Exit(_run_as_rank(job, overrides, resume, world))
     outcome = _supervise(job, overrides, resume, command)
     if as_json:
-        print(json.dumps(_as_json(outcome)))
+        _print_outcome_json(outcome)
     else:
         _print_outcome(outcome)
     if not outcome.result:
-        sys.stderr.write("".join(f"hpcrun: {line}\n" for line in outcome.message.splitlines()))
+        note(outcome.message)
     raise typer.Exit(outcome.exit_code)
 
 
 def _job_and_overrides(
-    words: list[str], resume: str | None, command: list[str] | None
+    words: list[str] | None, resume: str | None, command: list[str] | None
 ) -> tuple[Path | None, list[str]]:
-    # os.path's look-up says no where pathlib's raises, for instance on a name that is too long.
-    names_job = bool(words) and ("=" not in words[0] or os.path.isfile(words[0]))  # noqa: PTH113
-    if resume is not None:
-        if names_job:
-            raise UsageError(
-                f"{words[0]}: --resume takes the job from the run; give overrides (key=value) only"
-            )
-        if command:
-            raise UsageError("--resume takes the command from the run; leave out what stands behind `--`")
-        return None, words
-    if not names_job and command:
-        return None, words
-    if not names_job:
+    job, overrides = split_job_words(words)
+    if resume is not None and job is not None:
+        raise UsageError(f"{job}: --resume takes the job from the run; give overrides (key=value) only")
+    if resume is not None and command:
+        raise UsageError("--resume takes the command from the run; leave out what follows `--`")
+    if job is None and resume is None and not command:
         raise UsageError("no job file given; write `hpcrun train JOB.yaml [key=value]...`, or --resume RUN")
-    return Path(words[0]), words[1:]
+    return job, overrides
 
 
 def _print_spec(
@@ -112,8 +101,8 @@ def _print_spec(
     earlier = find_run(resume, use="plan") if resume is not None else None
     prepared = prepare_job(job, overrides, resume=earlier, until="plan", command=command)
     env, command = Masker().mask_record(prepared.spec.env), prepared.spec.command
-    words = None if command is None else Masker().mask_words(command)
-    shown = prepared.spec.model_copy(update={"env": env, "command": words})
+    masked = None if command is None else Masker().mask_words(command)
+    shown = prepared.spec.model_copy(update={"env": env, "command": masked})
     print(f"{render_job(shown).rstrip()}\n# plan: {Masker().mask(prepared.describe())}")
 
 
@@ -160,7 +149,7 @@ def _supervise(
 
 
 def _refuse_active_run(run: RunDir) -> None:
-    """A run that waits in Slurm's queue, or runs there, would be run twice."""
+    """UsageError for a run in Slurm's queue or on its nodes, which would run twice."""
     from hpcrun.runs.run_state import read_run_states
 
     (state,) = read_run_states([run])
@@ -170,18 +159,17 @@ def _refuse_active_run(run: RunDir) -> None:
         )
 
 
-def _as_json(outcome: AttemptOutcome) -> dict[str, Any]:
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "run": outcome.run.id,
-        "path": str(outcome.run.path),
-        "attempt": outcome.attempt,
-        "status": outcome.status,
-        "exit_code": outcome.exit_code,
-        "message": outcome.message,
-        "step": outcome.step,
-        "result": outcome.result or None,
-    }
+def _print_outcome_json(outcome: AttemptOutcome) -> None:
+    print_json(
+        run=outcome.run.id,
+        path=str(outcome.run.path),
+        attempt=outcome.attempt,
+        status=outcome.status,
+        exit_code=outcome.exit_code,
+        message=outcome.message,
+        step=outcome.step,
+        result=outcome.result or None,
+    )
 
 
 def _print_outcome(outcome: AttemptOutcome) -> None:
@@ -196,4 +184,4 @@ def _print_outcome(outcome: AttemptOutcome) -> None:
     if outcome.status in ("saved", "interrupted") and result:
         from hpcrun.cli.display import command_name
 
-        print(f"go on with: {command_name()} train --resume {outcome.run.id}")
+        print(f"resume with: {command_name()} train --resume {outcome.run.id}")

@@ -1,9 +1,10 @@
-"""`hpcrun tune`: communication settings with reasons; the verbs are in modules of their own."""
+"""`hpcrun tune`: advise, check and explain communication settings; each verb has its module."""
 
 from __future__ import annotations
 
 import typer
 
+from hpcrun.cli.options import make_app
 from hpcrun.cli.tune_advise import advise, checklist, uptake
 from hpcrun.cli.tune_lint import explain, lint
 from hpcrun.cli.tune_policy import app as policy
@@ -11,20 +12,14 @@ from hpcrun.cli.tune_predict import predict, read
 from hpcrun.errors import UsageError
 
 TAKES_COMMAND = True
-"""What stands behind `--` is the user's program."""
+"""What follows `--` is the user's command."""
 
-app = typer.Typer(
-    no_args_is_help=True,
-    help="Communication settings: what a job should have and why, what is wrong in an environment, what a"
-    " variable means, which algorithm wins, what a log tells.",
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
+app = make_app("Advise, check and explain settings of NCCL and MPI; predict algorithms; read NCCL logs.")
 
 
 @app.callback()
 def refuse_program_command(context: typer.Context) -> None:
-    """Only advice is about a program."""
+    """Only advise takes a command."""
     if context.obj is not None and context.invoked_subcommand != "advise":
         raise UsageError(f"tune {context.invoked_subcommand} takes no command after `--`")
 

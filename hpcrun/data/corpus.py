@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpcrun.errors import UsageError
 from hpcrun.local_identity import expand_path
 from hpcrun.specs.data import PYTHON_STDLIB
+from hpcrun.units import format_bytes
 
 if TYPE_CHECKING:
     from hpcrun.specs.data import DataSpec
@@ -130,6 +131,14 @@ class Corpus:
     def size_bytes(self) -> int:
         """Size of all files together."""
         return sum(file.size_bytes for file in self.files)
+
+    def facts(self) -> dict[str, Any]:
+        """What a person or program wants to know of it, by name."""
+        names = (
+            *("kind", "files", "size_bytes", "documents", "tokens", "dtype", "vocab", "tokenizer"),
+            *("seq_len", "sequences", "train_sequences", "eval_sequences", "fingerprint"),
+        )
+        return {name: getattr(self, name) for name in names} | {"files": len(self.files)}
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -296,7 +305,7 @@ def _inspect_text(data: DataSpec, text: str) -> Corpus:
     size = sum(file.size_bytes for file in listed)
     if size > TEXT_LIMIT_BYTES:
         raise UsageError(
-            f"{text}: {size / 2**30:.1f} GiB of text, more than the {TEXT_LIMIT_BYTES >> 30} GiB that are "
+            f"{text}: {format_bytes(size)} of text, more than the {format_bytes(TEXT_LIMIT_BYTES)} that are "
             f"read into memory; run `hpcrun data prepare {text} --out FILE.bin` once and use tokens: FILE.bin"
         )
     files, skipped = [], []
@@ -453,3 +462,18 @@ def _unreadable_error(path: Path, error: OSError) -> UsageError:
     if isinstance(error, FileNotFoundError):
         return UsageError(f"{path}: {'is a link to nothing' if path.is_symlink() else 'does not exist'}")
     return UsageError(f"{path}: cannot be read: {error.strerror}")
+
+
+def sample_sequences(corpus: Corpus, count: int) -> list[dict[str, Any]]:
+    """Training sequences, evenly spread: text where a token is a byte, else ids."""
+    count = min(count, corpus.train_sequences)
+    samples: list[dict[str, Any]] = []
+    for index in range(count):
+        sequence = corpus.split.train(index * corpus.train_sequences // count)
+        ids = corpus.read(sequence * corpus.seq_len, corpus.seq_len)
+        if corpus.tokenizer == "bytes" and max(ids) < 256:
+            text = bytes(ids).decode(errors="replace").replace("\0", "␀")
+            samples.append({"sequence": sequence, "text": text})
+        else:
+            samples.append({"sequence": sequence, "ids": ids})
+    return samples

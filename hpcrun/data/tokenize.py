@@ -27,6 +27,7 @@ from hpcrun.data.corpus import (
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import check_output, temporary_name
 from hpcrun.local_identity import expand_path
+from hpcrun.units import format_bytes
 
 _PIECE = 1 << 20
 _BATCH = 4 << 20
@@ -279,7 +280,7 @@ def _check_room(out: Path, needed: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if needed > free:
         raise SiteError(
-            f"{out}: takes at least {needed / 2**30:.3g} GiB, {out.parent} has {free / 2**30:.3g} GiB free; "
+            f"{out}: takes at least {format_bytes(needed)}, {out.parent} has {format_bytes(free)} free; "
             "free some or use another --out"
         )
 

@@ -28,6 +28,7 @@ from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.traffic import Traffic, TrafficFlow
 from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.placement import Placement
+from hpcrun.units import format_bytes
 
 CostKey = tuple[float, ...]
 """Smaller is better."""
@@ -68,13 +69,19 @@ class PlacementCost:
         """A step's bytes by the level where sender and receiver meet."""
         return tuple(sum(axis.bytes[level] for axis in self.axes) for level in range(len(self.levels)))
 
+    @property
+    def costliest_axis(self) -> str:
+        """The axis that crosses the outermost level with most bytes; pp where none sends anything."""
+        axes = [axis for axis in self.axes if any(axis.bytes)]
+        return max(axes, key=lambda axis: tuple(reversed(axis.bytes))).axis if axes else "pp"
+
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "seconds": self.seconds, "bytes": self.bytes}
 
     def __str__(self) -> str:
         parts = [
-            f"{level} {count / 1e6:.3g} MB"
+            f"{level} {format_bytes(count)}"
             for level, count in zip(self.levels, self.bytes, strict=True)
             if count
         ]

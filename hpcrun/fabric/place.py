@@ -26,6 +26,7 @@ from hpcrun.fabric.traffic import Traffic
 from hpcrun.hostlist import fold_hosts
 from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.placement import Placement, place_in_blocks
+from hpcrun.units import format_bytes
 
 PlacementPolicy = Literal["pack", "spread", "pin", "none"]
 """pack: cheapest; spread: over as many racks as there are; pin: these nodes; none: as they come."""
@@ -335,7 +336,7 @@ def _why_cost(fabric: Fabric, price: PlacementCost, traffic: Traffic) -> Iterato
     names = [level.name for level in fabric.levels]
     for axis in price.axes:
         outermost = max((level for level, count in enumerate(axis.bytes) if count), default=0)
-        amount = f"{_size(axis.bytes[outermost])} a step"
+        amount = f"{format_bytes(axis.bytes[outermost])} a step"
         if outermost == 0:
             yield f"{axis.axis} stays inside nodes"
         elif outermost > len(names):
@@ -350,14 +351,6 @@ def _why_cost(fabric: Fabric, price: PlacementCost, traffic: Traffic) -> Iterato
     if names and price.seconds is None and any(price.bytes[1:]):
         yield "bandwidths or ways are unknown: bytes are compared, from the outermost level inwards"
     yield from traffic.notes
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
 
 
 def _too_few_message(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hpcrun.formulas import layer_parameters
 from hpcrun.mesh import AXES, ParallelDegrees
+from hpcrun.units import format_bytes
 
 if TYPE_CHECKING:  # they bring pydantic, which a look at the fabric does without
     from hpcrun.specs.job import JobSpec
@@ -87,7 +88,7 @@ class Traffic:
 
     def __str__(self) -> str:
         parts = [
-            f"{flow.axis} {flow.bytes / 1e6:.3g} MB ({flow.pattern} of {flow.size})" for flow in self.flows
+            f"{flow.axis} {format_bytes(flow.bytes)} ({flow.pattern} of {flow.size})" for flow in self.flows
         ]
         return ", ".join(parts) or "no traffic"
 

@@ -293,6 +293,23 @@ def forget_node_faults(path: Path, nodes: Iterable[str], now: float) -> None:
     append_node_faults(path, [NodeFault(node, now, FORGOTTEN_CAUSE) for node in nodes])
 
 
+def select_scores(scores: Mapping[str, LemonScore], words: Sequence[str]) -> dict[str, LemonScore]:
+    """The scores of named nodes, without names of those that are avoided; UsageError for none."""
+    if not words:
+        avoided = {node: score for node, score in scores.items() if score.until is not None}
+        if not avoided:
+            raise UsageError(
+                "no node is avoided for what your runs saw; name nodes, see `hpcrun fabric nodes`"
+            )
+        return avoided
+    named = dict.fromkeys(node for word in words for node in expand_hosts(word, "NODES"))
+    if unseen := [node for node in named if node not in scores]:
+        raise UsageError(
+            f"{', '.join(unseen)}: nothing was seen there; seen were: {', '.join(scores) or 'none'}"
+        )
+    return {node: scores[node] for node in named}
+
+
 def load_nodes_to_avoid(nodes: Collection[str], bad: Collection[str], needed: int, now: float) -> BadNodeList:
     """Those nodes that a job is to keep away from for what the user's runs saw, and what to tell of it."""
     found = load_node_faults(node_fault_file())

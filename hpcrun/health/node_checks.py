@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 from hpcrun.fabric.ports import RdmaPort
 from hpcrun.finding import Finding, Severity
+from hpcrun.units import format_bytes
 
 _LEAST_FREE, _LITTLE_FREE = 16 << 20, 1 << 30
 _LEAST_SHARED, _LITTLE_SHARED = 1 << 20, 64 << 20
@@ -53,7 +54,7 @@ def judge_space(
     least, little = (_LEAST_SHARED, _LITTLE_SHARED) if is_memory else (_LEAST_FREE, _LITTLE_FREE)
     inodes = math.inf if free_inodes is None else free_inodes
     counted = "" if free_inodes is None else f" and {free_inodes} inodes"
-    text = f"{free_bytes / 2**20:.0f} MiB{counted} are free"
+    text = f"{format_bytes(free_bytes)}{counted} are free"
     if free_bytes < least or inodes < _LEAST_INODES:
         return [Finding("error", "space", path, text, is_shared=is_shared)]
     if free_bytes < little or inodes < _FEW_INODES:

@@ -37,6 +37,7 @@ from hpcrun.runs.lease import LEADER_TIMEOUT_S, has_active_leader
 from hpcrun.shm_segments import stale_segments
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
+from hpcrun.units import format_bytes
 
 _BLOCK = bytes(range(256)) * 256
 _KILL_WAIT_S = 1.0
@@ -249,9 +250,9 @@ def probe_shared_memory(place: CheckTarget) -> list[Finding]:
     if not left:
         return []
     names = " ".join(sorted(path.name for path in left)[:_MAX_SHOWN])
-    size = sum(left.values()) / 2**20
+    size = format_bytes(sum(left.values()))
     count = f"{len(left)} file{'s' * (len(left) > 1)}"
-    text = f"{count} of yours in /dev/shm, {size:.0f} MiB, that no process uses any more: {names}"
+    text = f"{count} of yours in /dev/shm, {size}, that no process uses any more: {names}"
     return [Finding("warning", "shm", "", text)]
 
 

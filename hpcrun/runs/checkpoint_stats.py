@@ -14,6 +14,7 @@ from typing import Any
 
 from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS
 from hpcrun.runs.save_text import is_durable_save
+from hpcrun.units import format_bandwidth
 
 Record = Mapping[str, Any]
 
@@ -108,7 +109,7 @@ def _format_level_stats(sums: LevelStats) -> str:
     if sums.stall_s and sums.saves:
         parts.append(f"training waited {sums.stall_s / sums.saves:.2g} s each")
     if sums.flush_s and sums.saves:
-        rate = f", {sums.size_bytes / sums.flush_s / 1e9:.2g} GB/s" if sums.size_bytes else ""
+        rate = f", {format_bandwidth(sums.size_bytes / sums.flush_s)}" if sums.size_bytes else ""
         parts.append(f"{sums.flush_s / sums.saves:.2g} s each in the background{rate}")
     if sums.lag_s is not None:
         parts.append(f"the newest {sums.lag_s:.2g} s after the save")

@@ -16,6 +16,7 @@ from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.specs.metrics import Metric, MetricReader
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.units import format_bytes
 
 _CHUNK_BYTES = 65536
 _MAX_LOG_BYTES = 16 << 30
@@ -214,7 +215,9 @@ class _GrowingFile:
     def read(self) -> Iterator[str]:
         with os.fdopen(open_regular(self._path), "rb") as file:
             if os.fstat(file.fileno()).st_size - self._offset > _MAX_LOG_BYTES:
-                raise UsageError(f"{self._path}: is larger than {_MAX_LOG_BYTES >> 30} GiB; use less or tail")
+                raise UsageError(
+                    f"{self._path}: is larger than {format_bytes(_MAX_LOG_BYTES)}; use less or tail"
+                )
             file.seek(self._offset)
             while data := file.read(_CHUNK_BYTES):
                 self._offset += len(data)

@@ -30,6 +30,7 @@ from hpcrun.slurm.client import run_slurm_client
 from hpcrun.specs.provenance import Provenance, read_provenance
 from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.units import format_bytes
 
 _MAX_FILE_BYTES = 2**20
 """Of each file this much is kept, the last."""
@@ -137,7 +138,7 @@ class _ArchiveWriter:
             self._bundle.left_out.append(f"{name}: {why}")
             return
         if len(data) > self._left:
-            self._bundle.left_out.append(f"{name}: there are {_MAX_TOTAL_BYTES // 2**20} MiB already")
+            self._bundle.left_out.append(f"{name}: there are {format_bytes(_MAX_TOTAL_BYTES)} already")
             return
         self._left -= len(data)
         said = f"hpcrun: the first {cut} bytes were left out\n" if cut else ""

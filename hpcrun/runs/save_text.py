@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hpcrun.units import format_bytes, format_duration
+
 _QUIET_LEVELS = ("memory", "local", "parity")
 """Reached many times an hour; worth a line only where it fails."""
 
@@ -33,7 +35,7 @@ def describe_save(line: Mapping[str, Any]) -> str:
         return f"step {step}: warning: {line.get('why')}"
     if kind == "save_interval":
         every = line.get("every_s")
-        often = f"{every / 60:.0f} min" if isinstance(every, int | float) else "unknown"
+        often = format_duration(every) if isinstance(every, int | float) else "unknown"
         return f"saves are {often} apart from now on: {line.get('why')}"
     if kind == "flush":
         return f"step {step}: {_describe_flush(line)}{_format_seconds(line.get('seconds'), ' after')}"
@@ -56,8 +58,8 @@ def _describe_flush(line: Mapping[str, Any]) -> str:
     if not isinstance(size, int | float) or not size:
         return f"on its way to {where}"
     if not isinstance(done, int | float):
-        return f"{size / 1e9:.2f} GB on their way to {where}"
-    return f"{done / 1e9:.2f} of {size / 1e9:.2f} GB written ({min(1.0, done / size):.0%}), to {where}"
+        return f"{format_bytes(size)} on their way to {where}"
+    return f"{format_bytes(done)} of {format_bytes(size)} written ({min(1.0, done / size):.0%}), to {where}"
 
 
 def _format_seconds(value: Any, word: str) -> str:

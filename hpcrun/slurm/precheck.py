@@ -19,7 +19,7 @@ from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.timing import check_times_within
-from hpcrun.units import parse_memory, parse_time, render_bytes, render_memory, render_time
+from hpcrun.units import format_bytes, parse_memory, parse_time, render_memory, render_time
 
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
@@ -355,7 +355,7 @@ def check_free_space(
     """Whether saves and files of `runs` runs fit where `found` was measured; a file system may not know."""
     free, findings = found.f_bavail * found.f_frsize, []
     if found.f_blocks and free < need_bytes:
-        text = f"{place}: {render_bytes(free)} are free, but the saves need {render_bytes(need_bytes)}"
+        text = f"{place}: {format_bytes(free)} are free, but the saves need {format_bytes(need_bytes)}"
         findings.append(
             make_refusal("", f"{text}; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep")
         )

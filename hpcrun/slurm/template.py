@@ -322,6 +322,13 @@ def read_template_source(template: BatchTemplate) -> str:
         raise UsageError(f"{template.path}: cannot be read: {error.strerror}") from None
 
 
+def render_extension(template: BatchTemplate) -> str:
+    """A template to be edited: it extends another one and overrides each of its blocks by itself."""
+    blocks = [f"{{% block {block} %}}\n{{{{ super() -}}}}\n{{% endblock %}}" for block in TEMPLATE_BLOCKS]
+    about = "{# Change blocks, before or after super(), or without it; remove those that stay as they are. #}"
+    return "\n".join([about, f'{{% extends "{template.key}" %}}', *blocks, ""])
+
+
 class _TemplateLoader(BaseLoader):
     def __init__(self, load: Callable[[str], tuple[str, str]]) -> None:
         self._load = load

@@ -12,6 +12,7 @@ from typing import Any
 from hpcrun.specs.records import TypedLineReader, file_size
 from hpcrun.specs.rundir import RunDir
 from hpcrun.typed_json import Count, Seconds, WrongValue, dump_typed, parse_typed
+from hpcrun.units import format_bytes, format_duration
 
 Texts = tuple[str, ...]
 
@@ -268,7 +269,7 @@ class SaveIntervalMetric(Metric):
 
     def describe(self) -> str:
         """The interval, and why it is that."""
-        return f"saves are {self.every_s / 60:.0f} min apart from now on: {self.why}"
+        return f"saves are {format_duration(self.every_s)} apart from now on: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -289,10 +290,12 @@ class FlushMetric(Metric):
         if not size:
             text = f"on its way to {levels}"
         elif self.done_bytes is None:
-            text = f"{size / 1e9:.2f} GB on their way to {levels}"
+            text = f"{format_bytes(size)} on their way to {levels}"
         else:
             share = min(1.0, self.done_bytes / size)
-            text = f"{self.done_bytes / 1e9:.2f} of {size / 1e9:.2f} GB written ({share:.0%}), to {levels}"
+            text = (
+                f"{format_bytes(self.done_bytes)} of {format_bytes(size)} written ({share:.0%}), to {levels}"
+            )
         return f"step {self.step}: {text} after {self.seconds:.1f} s"
 
 

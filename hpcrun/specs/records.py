@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, Generic, TypeVar
 from hpcrun.errors import UsageError, warn_once
 from hpcrun.files import open_regular, read_regular, temporary_name
 from hpcrun.typed_json import WrongValue
+from hpcrun.units import format_bytes
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class TypedLineReader(Generic[T]):
         records: list[T] = []
         with os.fdopen(descriptor, "rb") as file:
             if os.fstat(descriptor).st_size - self.offset > _MOST_LINES_BYTES:
-                raise UsageError(f"{self.path}: is larger than {_MOST_LINES_BYTES >> 30} GiB; remove it")
+                raise UsageError(f"{self.path}: is larger than {format_bytes(_MOST_LINES_BYTES)}; remove it")
             piece = most if most >= 0 else _PIECE_BYTES
             while True:
                 file.seek(self.offset)

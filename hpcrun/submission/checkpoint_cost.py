@@ -16,7 +16,7 @@ from hpcrun.runs.history import LevelTiming, MeasuredCosts
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.run_lookup import runs_root
-from hpcrun.units import parse_time
+from hpcrun.units import format_bandwidth, parse_time
 
 _OTHER_COSTS = ("stall", "step", "restart")
 COST_NAMES = (*_OTHER_COSTS, *(level for level in CHECKPOINT_LEVELS if level != "memory"), *FAILURE_KINDS)
@@ -172,9 +172,8 @@ def _cost_from_profile(
         return None
     if level == "parity" and cluster.topology.levels:
         first = cluster.topology.levels[0]
-        source = (
-            f"at best: profile {cluster.name}, {first.bandwidth_GBps:g} GB/s of a node to its {first.name}"
-        )
+        bandwidth = format_bandwidth(first.bandwidth_GBps * 1e9)
+        source = f"at best: profile {cluster.name}, {bandwidth} of a node to its {first.name}"
         return SourcedValue(sizes.node.value / (first.bandwidth_GBps * 1e9), source)
     if level != "durable":
         return None

@@ -14,7 +14,6 @@ from hpcrun.checkpoint.policy.failure_rates import (
     FailureHistory,
     FailureRate,
     estimate_failure_rates,
-    format_time_span,
 )
 from hpcrun.checkpoint.policy.interval import (
     DEFAULT_OVERHEAD_BOUND,
@@ -47,7 +46,7 @@ from hpcrun.submission.checkpoint_cost import (
     group_levels,
 )
 from hpcrun.submission.placement_preview import NetworkState, preview_placement
-from hpcrun.units import parse_time
+from hpcrun.units import format_duration, parse_time
 
 _OBJECT_BYTES = (64 << 20, 512 << 20)
 _MAX_MEASURED_RUNS = 3
@@ -293,6 +292,6 @@ def _find_warnings(spec: JobSpec, costs: CheckpointCosts) -> list[str]:
     if limit is not None and step is not None and durable.every:
         longest = durable.every * step + (durable.flush.value or 0.0)
         if longest > parse_time(limit).seconds:
-            between = format_time_span(longest)
+            between = format_duration(longest)
             found.append(f"checkpoint.max_durable_age: {limit} is less than {between} between durable saves")
     return found

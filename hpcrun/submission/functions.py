@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hpcrun import local_identity
 from hpcrun.errors import FunctionError, SpecError, SpecProblem, UsageError
+from hpcrun.runs.run_handle import Run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.function_call import FunctionCall, find_import_paths, load_call_result
 
 if TYPE_CHECKING:
-    from hpcrun.runs.run_state import RunState
     from hpcrun.submission.request import SubmissionRequest
 
 R = TypeVar("R")
@@ -40,37 +40,23 @@ _GRACE_S = 120
 
 
 @dataclass(frozen=True)
-class FunctionJob(Generic[R]):
+class FunctionJob(Run, Generic[R]):
     """A function that was submitted: its run, and what it returns."""
 
-    run: RunDir
     ranks: int
     job_id: str
     """Slurm's, as 123 or 123_4; of a local one the pid of its supervisor."""
 
-    @property
-    def state(self) -> str:
-        """As `hpcrun list` shows it: queued, running, done, failed, …"""
-        return self._state().state
-
-    def done(self) -> bool:
-        """Whether it is over, well or not."""
-        return self._state().is_over
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is over; False when `timeout_s` has passed before."""
-        return self._wait(timeout_s).is_over
-
     def result(self) -> R:
         """What the function returned, once it is over; FunctionError where it raised, or has not run."""
         if self.ranks > 1:
-            raise UsageError(f"{self.run.id}: runs {self.ranks} times; use results()")
+            raise UsageError(f"{self.id}: runs {self.ranks} times; use results()")
         return self.results()[0]
 
     def results(self) -> list[R]:
         """The same for every rank, in order."""
         state = self._wait(None)
-        attempts = self.run.attempts()
+        attempts = self.files.attempts()
         found: list[R] = []
         for rank in range(self.ranks if attempts else 0):
             end = time.monotonic() + (_RESULT_GRACE_S if state.state == "done" else 0)
@@ -80,7 +66,7 @@ class FunctionJob(Generic[R]):
             if path.exists():
                 found.append(load_call_result(attempts[-1], rank))
         if state.state != "done" or len(found) < self.ranks:
-            raise FunctionError(f"{self.run.id} is {state.state}{state.message and f': {state.message}'}")
+            raise FunctionError(f"{self.id} is {state.state}{state.message and f': {state.message}'}")
         return found
 
     def exception(self) -> FunctionError | None:
@@ -90,32 +76,6 @@ class FunctionJob(Generic[R]):
         except FunctionError as error:
             return error
         return None
-
-    def stdout(self, rank: int = 0) -> str:
-        """What a rank has printed until now, errors included; empty before it starts."""
-        attempts = self.run.attempts()
-        path = attempts[-1].log(rank) if attempts else None
-        return path.read_text(encoding="utf-8", errors="replace") if path and path.exists() else ""
-
-    def cancel(self, *, now: bool = False) -> None:
-        """Ask it to stop, after a save where it has a `checkpoint`; with `now` end it. What is over stays so.
-
-        Of a local array, where one process makes one call after the other, this stops those that wait, too.
-        """
-        from hpcrun.runs.cancel import cancel_run
-
-        if not self.done():
-            cancel_run(self.run, now=now)
-
-    def _state(self) -> RunState:
-        from hpcrun.runs.run_state import read_run_states
-
-        return read_run_states([self.run])[0]
-
-    def _wait(self, timeout_s: float | None) -> RunState:
-        from hpcrun.runs.follow import wait_for_runs
-
-        return wait_for_runs([self.run], lambda _: None, timeout_s=timeout_s)[0]
 
 
 def submit(fn: Callable[..., R], *args: Any, spec: Spec = None, **kwargs: Any) -> FunctionJob[R]:

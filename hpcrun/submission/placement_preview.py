@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrun.errors import UsageError
+from hpcrun.errors import SiteError, UsageError
 from hpcrun.fabric.cost import BLOCK
 from hpcrun.fabric.graph import Fabric
 from hpcrun.fabric.place import PlacementResult, place_job
@@ -16,10 +16,10 @@ from hpcrun.fabric.topology_reader import find_fabric
 from hpcrun.fabric.traffic import estimate_traffic
 from hpcrun.health.lemon_nodes import load_nodes_to_avoid
 from hpcrun.hostlist import expand_hosts
-from hpcrun.slurm.cluster_state import LiveCluster
+from hpcrun.slurm.cluster_state import LiveCluster, query_cluster
 from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.badnodes import bad_node_files, load_bad_nodes
-from hpcrun.specs.cluster import ClusterSpec
+from hpcrun.specs.cluster import ClusterSpec, find_cluster
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.plan import Plan
 
@@ -67,6 +67,20 @@ class PlacementPreview:
             "source": self.network.fabric.source,
             "notes": list(self.notes),
         }
+
+
+def require_network(
+    topology: Path | None, cluster: str | None, partition: str | None = None, reservation: str | None = None
+) -> NetworkState:
+    """The network of a file, or of the live cluster; SiteError where there is neither."""
+    profile = find_cluster(None if cluster in (None, "default", "local") else cluster)
+    if topology is not None:
+        return load_network(profile, None, file=topology)
+    try:
+        live = query_cluster(profile.slurm_cluster if profile else None)
+    except SiteError as error:
+        raise SiteError(f"{error}; --topology FILE reads a captured topology") from None
+    return load_network(profile, live, partition=partition, reservation=reservation)
 
 
 def load_network(

@@ -25,7 +25,7 @@ def test_the_interval_follows_cost_and_failures_within_a_sane_range() -> None:
     # Saves never cost more than the bound, and none is due before the last one is stored.
     assert choose_interval(4096, 200.0, 200.0).every_s == 200.0 / DEFAULT_OVERHEAD_BOUND
     assert choose_interval(4096, 1.0, 5000.0).every_s == 5000.0
-    assert "training waits 3.33 min" in choose_interval(4096, 200.0, 200.0).why
+    assert "training waits 3 min 20 s" in choose_interval(4096, 200.0, 200.0).why
 
 
 def test_the_first_save_is_early_and_shows_what_the_next_ones_cost() -> None:

@@ -259,27 +259,27 @@ def test_a_look_tells_space_inodes_quotas_and_layout(lustre: Emulated) -> None:
     lustre.set(quotas={"-u": row, "-g": {"row": [0] * 6}, "-p": row}, project=4711)
     plan = look(lustre, save=4 * 600)
     assert plan.layout == "lfs setstripe -c 8 -S 16M -i -1"
-    assert plan.reasons == ("600.0 GiB: 8 stripes (OLCF, Orion: file striping)",)
+    assert plan.reasons == ("600 GiB: 8 stripes (OLCF, Orion: file striping)",)
     assert plan.refusal is None
     found = levels(plan)
     assert {"ok"} == set(found.values())
     assert {"space", "inodes", "quota of the user, space", "quota of the project, inodes"} <= set(found)
     text = next(one.text for one in plan.findings if one.text.startswith("space"))
-    assert text == "space: 8.0 TiB free on 8 OSTs, 3 saves of 2.3 TiB need 7.0 TiB"
+    assert text == "space: 8 TiB free on 8 OSTs, 3 saves of 2.344 TiB need 7.031 TiB"
     assert json.loads(json.dumps(plan.as_json()))["findings"][0]["level"] == "ok"
 
 
 def test_a_look_warns_and_refuses_where_saves_do_not_fit(lustre: Emulated) -> None:
     assert levels(look(lustre, save=3 * 1024))["space"] == "warning"
     plan = look(lustre, save=9 * 1024)
-    assert plan.refusal == "space: 8.0 TiB free on 8 OSTs, one save needs 9.0 TiB"
+    assert plan.refusal == "space: 8 TiB free on 8 OSTs, one save needs 9 TiB"
     assert (
         levels(look(lustre, save=3 * 1024, held=1))["space"] == "ok" or look(lustre, held=2).refusal is None
     )
     lustre.set(inodes=10)
     assert look(lustre).refusal == "inodes: 10 free, one save needs 11"
     lustre.set(quotas={"-u": {"row": [900 << 20, 0, 950 << 20, 10, 0, 0]}}, inodes=10**8)
-    assert look(lustre).refusal == "quota of the user, space: 50.0 GiB free, one save needs 100.0 GiB"
+    assert look(lustre).refusal == "quota of the user, space: 50 GiB free, one save needs 100 GiB"
 
 
 def test_a_pool_without_osts_is_refused_and_a_silent_ost_named(lustre: Emulated) -> None:
@@ -299,7 +299,7 @@ def test_one_full_ost_is_no_refusal_but_all_of_them_are(lustre: Emulated) -> Non
     assert look(lustre, save=4 * 53).refusal is None
     lustre.set(osts=[ost(n, free=20 * GIB) for n in range(8)])
     assert look(lustre, save=159, nodes=1).refusal == (
-        "no OSTs have room for a file of a save; the fullest has 20.0 GiB left"
+        "no OSTs have room for a file of a save; the fullest has 20 GiB left"
     )
 
 
@@ -323,7 +323,7 @@ def test_quotas_soft_hard_and_inexact() -> None:
     assert [level for level, _ in found()] == ["ok", "ok"]
     assert found(soft_bytes=2 * GIB)[0] == (
         "warning",
-        "quota of the user, space: 2.0 GiB are exceeded for a grace time only",
+        "quota of the user, space: 2 GiB are exceeded for a grace time only",
     )
     assert found(soft_bytes=4 * GIB)[0][0] == "ok"
     assert found(hard_bytes=2 * GIB)[0][0] == "warning"

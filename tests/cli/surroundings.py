@@ -109,7 +109,7 @@ def run(surroundings: str, arguments: list[str], place: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for module in (*(verb.module for verb in VERBS.values()), *ALSO, *STANDARD):
+    for module in (*(f"hpcrun.cli.{verb.module}" for verb in VERBS.values()), *ALSO, *STANDARD):
         importlib.import_module(module)
     place = Path(tempfile.mkdtemp())
     place.chmod(0o777)

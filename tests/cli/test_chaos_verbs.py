@@ -100,7 +100,7 @@ def test_a_dry_run_says_what_would_be_done_and_how(run: RunDir, tmp_path: Path, 
     assert " _chaos " in second
     assert call("chaos", "vanish", run.id, "--node", node, "--force", "--dry-run", "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["run"]) == (1, run.id)
+    assert (told["schema_version"], told["run"]) == (2, run.id)
     assert told["would"] == f"kill all of the run on {node}, its agent first"
     scenario = tmp_path / "s.yaml"
     scenario.write_text("- {at: 5s, do: kill-rank, rank: 1}\n- {step: 9, do: kill-supervisor}\n")

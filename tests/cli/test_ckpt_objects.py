@@ -32,7 +32,7 @@ def said(*arguments: str | Path | int) -> str:
 
 def told(*arguments: str | Path | int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     return found
 
 
@@ -62,7 +62,7 @@ def test_a_step_goes_there_and_back(done: RunDir, store: str) -> None:
     assert not Path(store.removeprefix("file://")).exists()
     lines = said("upload", done.path, "--verify").splitlines()
     assert lines[0].startswith(f"step 4: {place}: 2 objects sent (")
-    assert lines[1:] == ["the store tells no checksum of 2 objects", "read back: whole"]
+    assert lines[1:] == ["the store has no checksum of 2 objects", "read back: whole"]
     again = told("upload", done.path)
     assert (again["sent_objects"], again["kept_objects"]) == (0, 2)
     assert "is whole in" in said("download", done.path)
@@ -100,7 +100,9 @@ def test_ls_without_the_store_says_what_is_unknown(done: RunDir) -> None:
     done.spec.write_text(render_job(job.spec), encoding="utf-8")
     result = run("ls", done.path)
     assert result.exit_code == 0
-    assert result.stderr.startswith("copies in the object store are not known: nonsense:// needs a package")
+    assert result.stderr.startswith(
+        "hpcrun: copies in the object store are unknown: nonsense:// needs a package"
+    )
     assert len(told("ls", done.path)["steps"]) == 2
     assert "nonsense://" in told("ls", done.path)["copies_unknown"]
     asked = run("ls", done.path, "--url", "nonsense://x/y")

@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from hpcrun import process
 from hpcrun.checkpoint.format import ChunkSpec
-from hpcrun.cli import ckpt_repair
+from hpcrun.checkpoint.restore import run_repair
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import UsageError
 from hpcrun.specs.load import load_job, render_job
@@ -35,7 +35,7 @@ def run(*arguments: str | Path | int) -> Result:
 def told(*arguments: str | Path | int) -> dict[str, Any]:
     result = run(*arguments, "--json")
     found: dict[str, Any] = json.loads(result.stdout)
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     return found
 
 
@@ -86,7 +86,7 @@ def test_inspect_lists_tensors_with_their_files(saved_run: RunDir) -> None:
         "files": ["data-00000.bin", "data-00001.bin"],
     }
     shown = run("inspect", saved_run.path, "--step", 2).stdout
-    assert "model.a  float32  40x16  2.6 kB  2 chunks  data-00000.bin, data-00001.bin" in shown
+    assert "model.a  float32  40x16  2.5 KiB  2 chunks  data-00000.bin, data-00001.bin" in shown
     assert "model.scalar  float32  scalar  4 B  1 chunk  data-00000.bin" in shown
     wrong = run("inspect", saved_run.path, "--step", 3)
     assert isinstance(wrong.exception, UsageError)
@@ -168,7 +168,7 @@ def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(saved_run: RunDir
     leftover.mkdir()
     (leftover / "data-00000.bin").write_bytes(bytes(1000))
     dry = run("gc", saved_run.path, "--dry-run", "--keep", 1).stdout.splitlines()
-    assert dry[0] == f"would remove {leftover}  1.0 kB  a save that was cut short"
+    assert dry[0] == f"would remove {leftover}  1000 B  a save that was cut short"
     assert dry[1].endswith("older than the newest 1 whole saves")
     assert leftover.is_dir()
     found = told("gc", saved_run.path)
@@ -223,7 +223,7 @@ def test_repair_says_what_it_took_from_where(saved_run: RunDir, tmp_path: Path) 
     assert one["missing"] == []
     assert (step / "data-00001.bin").read_bytes() == whole
     assert told("repair", saved_run.path) == {
-        "schema_version": 1,
+        "schema_version": 2,
         "dry_run": False,
         "looked_at": 2,
         "repairs": [],
@@ -238,7 +238,7 @@ def test_repair_makes_again_from_parity_what_is_nowhere_whole(
     saved, held = save_with_parity(tmp_path)
     shutil.rmtree(saved_run.checkpoints)
     saved.path.parent.rename(saved_run.checkpoints)
-    monkeypatch.setattr(ckpt_repair, "read_inventory", lambda _: held)
+    monkeypatch.setattr(run_repair, "read_run_inventory", lambda _: held)
     flip(saved_run.checkpoints / saved.path.name / "data-00001.bin", 200)
     (one,) = told("repair", saved_run.path, "--dry-run")["repairs"]
     assert (one["problem"], one["repaired"]) == (None, None)
@@ -265,7 +265,9 @@ def test_repair_leaves_a_run_alone_that_may_go_on(saved_run: RunDir) -> None:
     for words in ((), ("--is-over",)):
         alive = run("repair", saved_run.path, *words)
         assert isinstance(alive.exception, UsageError)
-        assert "is running, and looks after its saves itself; repair when it is over" in str(alive.exception)
+        assert "is running, and manages its checkpoints itself; repair when it is over" in str(
+            alive.exception
+        )
 
 
 def test_verify_with_several_jobs_says_the_same(saved_run: RunDir) -> None:

@@ -106,7 +106,7 @@ def test_draft_then_show_then_check(slurm: Path, site: Path) -> None:
     profile = load_cluster(drafted(site))
     assert (profile.name, profile.partitions["main"].gpus_per_node) == ("lab", 4)
     content = json.loads(run("show", "--json").stdout)
-    assert content["schema_version"] == 1
+    assert content["schema_version"] == 2
     assert ClusterSpec.model_validate(content["cluster"]) == profile
     shown = site / "shown.yaml"
     shown.write_text(run("show", "lab").stdout, encoding="utf-8")
@@ -125,7 +125,7 @@ def test_draft_prints_where_no_file_is_named(slurm: Path, site: Path) -> None:
 def test_a_draft_as_json(slurm: Path, site: Path) -> None:
     path = drafted(site)
     content = json.loads(run("draft", "--json").stdout)
-    assert (content["schema_version"], content["path"], content["unknown"]) == (1, None, {})
+    assert (content["schema_version"], content["path"], content["unknown"]) == (2, None, {})
     assert ClusterSpec.model_validate(content["cluster"]) == load_cluster(path)
     assert content["text"] == path.read_text(encoding="utf-8")
     other = site / "other.yaml"
@@ -159,7 +159,7 @@ def test_check_prints_a_line_a_difference_and_exits_with_1(slurm: Path, site: Pa
         "topology.source",
     ]
     content = json.loads(run("check", "lab", "--json").stdout)
-    assert (content["schema_version"], content["name"], content["ok"]) == (1, "lab", False)
+    assert (content["schema_version"], content["name"], content["ok"]) == (2, "lab", False)
     assert content["differences"] == checked.stdout.splitlines()
 
 

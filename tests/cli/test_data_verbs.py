@@ -24,7 +24,7 @@ def test_prepare_then_inspect(tmp_path: Path) -> None:
     made = run("prepare", text, "--out", out)
     assert made.exit_code == 0
     assert made.stdout == f"{out}: 651 tokens of 1 documents, uint16, vocab 256, tokenizer bytes\n"
-    assert made.stderr == f"left out: {text / 'b.bin'} has NUL bytes, which separate documents\n"
+    assert made.stderr == f"hpcrun: left out: {text / 'b.bin'} has NUL bytes, which separate documents\n"
     found = run("inspect", out, "--seq-len", "10", "--show", "2")
     lines = dict(line.split(maxsplit=1) for line in found.stdout.splitlines() if "  " in line)
     assert lines["kind"] == "tokens"
@@ -37,11 +37,11 @@ def test_json_of_both_verbs(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("hello world, " * 50)
     out = tmp_path / "t.bin"
     made = json.loads(run("prepare", tmp_path / "a.txt", "--out", out, "--dtype", "uint32", "--json").stdout)
-    assert (made["schema_version"], made["dtype"], made["tokens"], made["documents"]) == (1, "uint32", 651, 1)
+    assert (made["schema_version"], made["dtype"], made["tokens"], made["documents"]) == (2, "uint32", 651, 1)
     found = json.loads(
         run("inspect", tmp_path, "--pattern", "*.txt", "--seq-len", "40", "--json", "--show", "1").stdout
     )
-    assert (found["schema_version"], found["kind"], found["tokens"], found["vocab"]) == (1, "text", 651, 256)
+    assert (found["schema_version"], found["kind"], found["tokens"], found["vocab"]) == (2, "text", 651, 256)
     assert found["sequences"] == 16
     assert found["samples"][0]["text"].startswith("hello")
 

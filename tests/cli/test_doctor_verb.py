@@ -97,7 +97,7 @@ def test_counters_before_and_after(tmp_path: Path) -> None:
     taken = parsed(run("--root", before, "--counters", look, "--json"))
     assert (taken["node"], taken["file"], taken["counters"] > 0) == ("gpu-01", str(look), True)
     calm = run("--root", before, "--since", look)
-    assert calm.stdout == f"gpu-01: of {taken['counters']} counters none has grown that speaks of trouble\n"
+    assert calm.stdout == f"gpu-01: of {taken['counters']} counters none that indicates a fault has grown\n"
     look.write_text(json.dumps(json.loads(look.read_text()) | {"values": {}}))
     nothing = run("--root", before, "--since", look).stdout
     assert nothing.startswith("unknown  counters  gpu-01: no counter is in both looks")
@@ -136,7 +136,7 @@ def test_reports_compared(tmp_path: Path) -> None:
         (["look"], "doctor look: is not known"),
         (["compare"], "0 report"),
         (["compare", "nowhere.json"], "nowhere.json: there is no such file"),
-        (["--root", "/nowhere"], "--root /nowhere: is no directory"),
+        (["--root", "/nowhere"], "--root /nowhere: is not a directory"),
         (["--nccl-version", "new"], "--nccl-version: 'new' is no release of NCCL"),
         (["--since", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--counters", "/nowhere/x.json"], "/nowhere/x.json: cannot be written"),

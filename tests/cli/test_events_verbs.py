@@ -121,7 +121,7 @@ def test_events_tell_the_story(run: RunDir, capsys: Capture) -> None:
     ]
     assert call("events", run.id, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["run"], len(told["events"])) == (1, run.id, 9)
+    assert (told["schema_version"], told["run"], len(told["events"])) == (2, run.id, 9)
     assert told["events"][2]["what"] == "node_lost"
     empty = create_run("empty")
     empty.spec.write_text("name: e\n")
@@ -146,8 +146,8 @@ def test_following_events_ends_with_the_run(live: RunDir, capsys: Capture) -> No
     writer.join()
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["schema_version"], one["text"]) for one in told] == [
-        (1, "launch of 1 rank"),
-        (1, "saved at step 8"),
+        (2, "launch of 1 rank"),
+        (2, "saved at step 8"),
     ]
 
 
@@ -156,10 +156,10 @@ def test_status_tells_faults_spares_and_goodput(run: RunDir, capsys: Capture) ->
     out = capsys.readouterr().out
     assert "\nfaults   1 node lost\nspares   1 left\n" in out
     # 2 of the 3 steps of the first attempt and both of the second, of 20 s in all
-    assert "\ngoodput  20.0%; lost to start 6.0 s, detection 3.0 s, shutdown 3.0 s\n" in out
+    assert "\ngoodput  20.0%; lost to start 6 s, detection 3 s, shutdown 3 s\n" in out
     assert call("status", run.id, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["schema_version"] == 1
+    assert told["schema_version"] == 2
     ledger = told["ledger"]
     assert sum(ledger["buckets_s"].values()) == pytest.approx(ledger["wall_s"]) == pytest.approx(20)
     assert (ledger["steps"], ledger["steps_lost"], ledger["spares_left"]) == (4, 1, 1)

@@ -59,7 +59,7 @@ def test_json_has_the_same(capsys: pytest.CaptureFixture[str], seen: Path) -> No
         file.write("torn\n")
     code, out, err = run(capsys, "nodes", "--json", "--top", "2")
     found = json.loads(out)
-    assert (code, found["schema_version"], found["more"]) == (0, 1, 1)
+    assert (code, found["schema_version"], found["more"]) == (0, 2, 1)
     first, second = found["nodes"]
     assert (first["node"], first["causes"], first["last"]["run"]) == ("n03", {"node lost": 1}, "hardy-1129")
     assert first["avoided_until"] > time.time() + 2 * 86400
@@ -94,7 +94,7 @@ def test_a_request_to_the_admin_has_all_that_he_needs(
     assert (code, out, err) == (0, "", f"hpcrun: written to {target}\n")
     assert "NodeName=n04 " in target.read_text()
     found = json.loads(run(capsys, "drain-request", "n04", "--json")[1])
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     assert found["nodes"][0]["seen"][0]["evidence"] == "rank 3 was killed by signal 7"
 
 
@@ -139,7 +139,7 @@ def test_a_webhook_gets_it_as_json(
     assert run(capsys, "drain-request", "--webhook", "-")[0] == 0
     Hook.taken.clear()
     code, out, err = run(capsys, "drain-request", "--webhook", written(tmp_path, url))
-    assert (code, err) == (0, "hpcrun: the webhook has taken it\n")
+    assert (code, err) == (0, "hpcrun: the webhook has accepted it\n")
     ((path, body),) = Hook.taken
     assert path == "/services/T0/secret"
     sent = json.loads(body)
@@ -180,7 +180,7 @@ def test_a_webhook_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_pat
         (["nodes", "--forget", "@all"], "--forget"),
         (["nodes", "--top", "0"], "--top"),
         (["drain-request", "n[08-09]"], "n08, n09: nothing was seen there; seen were: n03, n05, n04"),
-        (["drain-request", "n03", "--out", "/nowhere/x"], "--out /nowhere/x: cannot be written"),
+        (["drain-request", "n03", "--out", "/nowhere/x"], "/nowhere/x: cannot be written"),
         (
             ["drain-request", "--webhook", "https://h/secret"],
             "--webhook: a URL in a command is shown to",

@@ -49,7 +49,7 @@ def test_a_run_that_is_over_still_has_figures(run: RunDir, tmp_path: Path, capsy
     assert (tmp_path / "r.prom").read_text() == text
     assert call("metrics", run.id, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["schema_version"] == 1
+    assert told["schema_version"] == 2
     assert {"name": "hpcrun_step", "labels": {"run": run.id}, "value": 2.0} in told["samples"]
 
 

@@ -72,7 +72,7 @@ def write_metrics(run: RunDir, *records: dict[str, Any]) -> None:
 def status_of(run: RunDir, capsys: Capture) -> dict[str, Any]:
     assert call("status", run.id, "--json") == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert told["schema_version"] == 1
+    assert told["schema_version"] == 2
     return told
 
 
@@ -269,7 +269,7 @@ def test_what_was_cancelled_as_json(supervisor: subprocess.Popen[str], gone: int
     done, run = make_run("done", pid=gone, ended={"status": "done"}), make_run("r", pid=supervisor.pid)
     assert call("cancel", done.id, run.id, "--json") == 2
     assert json.loads(capsys.readouterr().out) == {
-        "schema_version": 1,
+        "schema_version": 2,
         "runs": [
             {"id": done.id, "done": [], "error": f"{done.id} is done; there is nothing to cancel"},
             {
@@ -325,7 +325,7 @@ def test_several_are_one_table(gone: int, capsys: Capture) -> None:
     assert lines[2].split()[:6] == [dead.id, "dead", "-", "-", "its", "supervisor"]
     assert call("status", done.id, dead.id, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], [one["id"] for one in told["runs"]]) == (1, [done.id, dead.id])
+    assert (told["schema_version"], [one["id"] for one in told["runs"]]) == (2, [done.id, dead.id])
     assert call("status", "--all", "--json") == 0
     assert [one["id"] for one in json.loads(capsys.readouterr().out)["runs"]] == [running.id]
     for words in ((), (done.id, "--all")):
@@ -361,7 +361,7 @@ def test_everything_about_a_run(gone: int, capsys: Capture) -> None:
     for line in (
         f"run        {run.path}",
         "state      failed: rank 1 died",
-        "code       commit abc123 and changes of its own, see code difference",
+        "code       commit abc123 with local changes, see code difference",
         "command    hpcrun submit job.yaml",
         f"script     {run.script}",
         f"spec       {run.spec}",
@@ -373,7 +373,7 @@ def test_everything_about_a_run(gone: int, capsys: Capture) -> None:
     assert "attempt 2: failed: it left no word" in out
     assert call("describe", run.id, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["id"], told["origin"]["submissions"][0]["job"]) == (1, run.id, 7)
+    assert (told["schema_version"], told["id"], told["origin"]["submissions"][0]["job"]) == (2, run.id, 7)
     assert [one["requeued"] for one in told["attempts"]] == ["crash", None]
 
 
@@ -398,7 +398,7 @@ def test_logs_as_json(gone: int, capsys: Capture) -> None:
     run = make_run("r", pid=gone)
     assert call("logs", run.id, "--json") == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["schema_version"], told["id"]) == (1, run.id)
+    assert (told["schema_version"], told["id"]) == (2, run.id)
     assert told["files"] == [{"path": str(run.attempt(1).log(0)), "text": "hello\n"}]
     assert call("logs", run.id, "--json", "-f") == 2
     assert "leave out --follow or --json" in capsys.readouterr().err

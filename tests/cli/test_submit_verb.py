@@ -56,7 +56,7 @@ def test_json(slurm: Fake, runs_root: Path, capsys: pytest.CaptureFixture[str]) 
     found = json.loads(capsys.readouterr().out)
     (run,) = runs_root.iterdir()
     assert found == {
-        "schema_version": 1,
+        "schema_version": 2,
         "run": run.name,
         "path": str(run),
         "job": 101,
@@ -112,7 +112,7 @@ def test_template_and_cluster(
     assert hpcrun("job.yaml", "--dry-run") == 2
     assert "which is the cluster? name one of one, two" in capsys.readouterr().err
     assert hpcrun("job.yaml", "cluster=one", "--dry-run", "--cluster", "two") == 2
-    assert "--cluster two: stands beside cluster=one; give one of the two" in capsys.readouterr().err
+    assert "--cluster two: contradicts cluster=one; give one of the two" in capsys.readouterr().err
     assert hpcrun("job.yaml", "cluster=two", "--dry-run", "--cluster", "two") == 0
 
 
@@ -162,7 +162,7 @@ def test_ctrl_c_while_following_leaves_the_job_alone(
     cancelled = slurm("scancel", "")
     assert hpcrun("job.yaml", "--follow") == 130
     (run,) = runs_root.iterdir()
-    assert f"the job goes on; `hpcrun logs -f {run.name}` follows it again" in capsys.readouterr().err
+    assert f"the job continues; `hpcrun logs -f {run.name}` follows it" in capsys.readouterr().err
     assert calls(cancelled) == []
 
 

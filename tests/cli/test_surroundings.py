@@ -30,7 +30,7 @@ Told = dict[str, Any]
 def commands() -> Iterator[tuple[str, ...]]:
     """Every verb, with those below it."""
     for verb, where in VERBS.items():
-        command = typer.main.get_command(import_module(where.module).app)
+        command = typer.main.get_command(import_module(f"hpcrun.cli.{where.module}").app)
         below = getattr(command, "commands", {})
         if not below or verb in below:
             yield (verb,)

@@ -56,7 +56,7 @@ def test_advice(job: Path) -> None:
 
 def test_advice_as_json(job: Path) -> None:
     found = json.loads(run("advise", job, "--json").stdout)
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     assert [one["name"] for one in found["overruled"]] == ["NCCL_IB_TC"]
     assert {"name", "value", "reason", "source", "needs"} == set(found["settings"][0])
 

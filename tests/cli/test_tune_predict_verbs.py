@@ -143,7 +143,7 @@ def test_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("predict", "nothing is said about the ranks; give a JOB, or --nodes N"),
+        ("predict", "no ranks are given; give a JOB, or --nodes N"),
         ("predict --nodes 4 --platform nowhere", "--platform nowhere: is not known; there are"),
         ("predict --nodes 4 --collective allsum", "--collective allsum: is not known; use allreduce"),
         ("predict --nodes 4 --library nccll", "--library nccll: is not known; use nccl, mpi, gloo"),
@@ -174,7 +174,7 @@ def test_what_a_log_tells() -> None:
     assert "version     NCCL 2.29.7" in result.stdout
     assert "connection  NET/Socket/0, 3 times" in result.stdout
     assert "set         NCCL_P2P_DISABLE=1" in result.stdout
-    assert "used        Broadcast 1M: Ring/Simple, 4 channels, 2 calls" in result.stdout
+    assert "used        Broadcast 1 MiB: Ring/Simple, 4 channels, 2 calls" in result.stdout
 
 
 def test_warnings_with_meaning_and_remedy() -> None:
@@ -202,7 +202,7 @@ def test_a_log_beside_an_earlier_one(tmp_path: Path) -> None:
         "a:1:1 [0] NCCL INFO Broadcast: 1048576 Bytes -> Algo 1 proto 0 time 9.3\n"
     )
     shown = call("read", SOCKETS, "--before", str(old)).stdout
-    assert "changed     Broadcast 1M: Ring/LL before, Ring/Simple now\n" in shown
+    assert "changed     Broadcast 1 MiB: Ring/LL before, Ring/Simple now\n" in shown
     assert printed("read", SOCKETS, "--before", str(old))["changes"][0]["before"] == ["Ring/LL"]
     assert "changed     nothing that both logs have" in call("read", SOCKETS, "--before", SOCKETS).stdout
     old.write_text("NCCL version 2.18.5+cuda12.2\n")

@@ -196,7 +196,7 @@ def test_a_cost_prints_and_dumps() -> None:
     values = json.loads(json.dumps(found.as_json()))
     assert values["seconds"] == found.seconds
     assert values["bytes"] == list(found.bytes)
-    assert str(found) == "21 ms a step (leaf 2.1 MB, spine 2.1 MB)"
+    assert str(found) == "21 ms a step (leaf 2 MiB, spine 2 MiB)"
 
 
 # --- the model, computed again in the plainest way

@@ -335,7 +335,7 @@ def test_the_reasons_say_what_crosses_which_level() -> None:
     found = place_job(fabric, fabric.nodes, 16, 2, degrees, traffic)
     assert found.why == (
         "8 of 8 free nodes, from 2 leaves: a (4), b (4)",
-        "pp crosses the spine with 2.4 MB a step",
+        "pp crosses the spine with 2.289 MiB a step",
         "dp_shard stays inside leaves",
         "tp stays inside nodes",
     )

@@ -98,7 +98,7 @@ def record(run: RunDir, *submissions: SubmissionRecord) -> None:
 
 def state_of(hpcrun: Call, *words: str) -> dict[str, Any]:
     told: dict[str, Any] = json.loads(hpcrun("status", "--json", *words).stdout)
-    assert told["schema_version"] == 1
+    assert told["schema_version"] == 2
     return told
 
 

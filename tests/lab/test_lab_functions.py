@@ -72,7 +72,7 @@ os.environ.pop("LC_ALL")  # which is how the lab runs commands
 names = ["FromProfile", "MiXed", "FROM_SITE", "SLURM_ARRAY_JOB_ID", "PMIX_RANK", "LC_ALL", "mine"]
 spec = {"name": "look", "env": {"MiXed": "a 'b'"}, "resources": {"time": "5m", "mem": "100M"}}
 job = hpcrun.submit(look, names, spec=spec)
-say(result=job.result(), script=job.run.script.read_text(), state=job.state)
+say(result=job.result(), script=job.files.script.read_text(), state=job.state)
 """,
         mine="kept",
         **inside,
@@ -123,7 +123,7 @@ def both(a, b):
     return [a * b, *look(["FROM_SITE", "SLURM_ARRAY_TASK_ID"])]
 jobs = hpcrun.submit_array(both, [2, 3, 4], [10, 20, 30])
 results = [job.result() for job in jobs]
-say(results=results, ids=[job.job_id for job in jobs], runs=[job.run.id for job in jobs])
+say(results=results, ids=[job.job_id for job in jobs], runs=[job.files.id for job in jobs])
 """
     )
     assert found["results"] == [[20, "yes", "0"], [60, "yes", "1"], [120, "yes", "2"]]
@@ -169,7 +169,7 @@ errors = [str(job.exception()) for job in jobs]
 Path(place, "mended").touch()
 import subprocess
 words = [sys.executable, "-m", "hpcrun", "submit", "--only-failed", "--resume"]
-again = subprocess.run([*words, jobs[0].run.sweep_of_element.id], capture_output=True, text=True)
+again = subprocess.run([*words, jobs[0].files.sweep_of_element.id], capture_output=True, text=True)
 say(errors=errors, again=again.stderr + again.stdout, results=[job.result() for job in jobs])
 """
     )
@@ -200,7 +200,7 @@ for start in (0, 7):
         time.sleep(0.1)
     # As Slurm does before the limit.
     subprocess.run(["scancel", "--batch", "--signal=USR2", job.job_id], check=True)
-say(error=str(job.exception()), script=job.run.script.read_text(), attempts=len(job.run.attempts()))
+say(error=str(job.exception()), script=job.files.script.read_text(), attempts=len(job.files.attempts()))
 """
     )
     assert "#SBATCH --requeue\n" in found["script"]
@@ -234,7 +234,7 @@ def test_nodes_that_are_gone_do_not_stop_a_job(program: Program) -> None:
         """
 job = hpcrun.submit(dict, spec={"resources": {"exclude": "n[01-02],gone7"}})
 job.result()
-say(script=job.run.script.read_text(), nodes=job.run.attempt(1).hosts.read_text().split())
+say(script=job.files.script.read_text(), nodes=job.files.attempt(1).hosts.read_text().split())
 """
     )
     assert "#SBATCH --exclude=n[01-02]\n" in found["script"].replace("\\", "")

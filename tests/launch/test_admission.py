@@ -41,7 +41,7 @@ from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
 from tests.launch.supervised import LIMITS, PROGRAM, Recorder, Site
 
-FULL = {"check": "space", "severity": "error", "subject": "/tmp", "text": "0 MiB are free"}
+FULL = {"check": "space", "severity": "error", "subject": "/tmp", "text": "0 B are free"}
 HOT = {"check": "site", "severity": "warning", "subject": "/etc/x", "text": "warm"}
 DEAF = {"check": "gpu", "severity": "unknown", "subject": "", "text": "gave no answer within 6 s"}
 NODES = ("n01", "n02", "n03")
@@ -61,7 +61,7 @@ def judged(answers: Answers, nodes: Sequence[str] = NODES, ask: PreflightRequest
 
 def test_only_an_explicit_failure_keeps_a_node_out() -> None:
     found = judged({"n01": said(HOT, DEAF), "n02": said(FULL, HOT)})
-    assert found.refused == {"n02": [Finding("error", "space", "/tmp", "0 MiB are free")]}
+    assert found.refused == {"n02": [Finding("error", "space", "/tmp", "0 B are free")]}
     assert [(node, one.check, one.severity) for node, one in found.found] == [
         ("n01", "site", "warning"),
         ("n01", "gpu", "unknown"),
@@ -71,10 +71,10 @@ def test_only_an_explicit_failure_keeps_a_node_out() -> None:
     ]
     assert [*found.notes()] == [
         "preflight: n[01-02]: site: /etc/x: warm",
-        "preflight: n02: space: /tmp: 0 MiB are free; the node is left out",
+        "preflight: n02: space: /tmp: 0 B are free; the node is left out",
     ]
     assert [*found.notes(warnings=False)] == [
-        "preflight: n02: space: /tmp: 0 MiB are free; the node is left out"
+        "preflight: n02: space: /tmp: 0 B are free; the node is left out"
     ]
     event = found.as_event()
     assert (event.nodes, event.excluded, event.found[1].where) == (3, ("n02",), "n01")
@@ -224,17 +224,17 @@ def test_a_spare_takes_the_place_of_a_node_that_is_not_well(site: Site, requeues
     outcome, observer = run(site, {"n02": said(FULL), "n03": said(HOT)})
     assert outcome.status == "done"
     assert read_json(outcome.run.attempt(1).placement)["nodes"] == ["n01", "n03"]
-    assert "preflight: n02: space: /tmp: 0 MiB are free; the node is left out" in observer.notes
+    assert "preflight: n02: space: /tmp: 0 B are free; the node is left out" in observer.notes
     event = next(read_json_lines(outcome.run.events))
     assert (event["event"], event["excluded"], event["attempt"]) == ("preflight", ["n02"], 1)
     (one,) = seen()
     assert (one.node, one.cause, one.run, one.attempt, one.job) == (
         "n02", "preflight", outcome.run.id, 1, 61
     )  # fmt: skip
-    assert (one.evidence, one.log) == ("space: /tmp: 0 MiB are free", str(outcome.run.events))
+    assert (one.evidence, one.log) == ("space: /tmp: 0 B are free", str(outcome.run.events))
     told = [entry.text for entry in format_events(outcome.run)]
     assert told[0] == (
-        "preflight of 3 nodes; left out: n02: n02: space: /tmp: 0 MiB are free; n03: site: /etc/x: warm"
+        "preflight of 3 nodes; left out: n02: n02: space: /tmp: 0 B are free; n03: site: /etc/x: warm"
     )
     assert not requeues.exists()
 
@@ -254,7 +254,7 @@ def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
     outcome, observer = run(site, ill)
     assert (outcome.status, outcome.exit_code, outcome.attempt) == ("failed", 3, 1)
     assert outcome.message == (
-        "preflight: 2 nodes are needed, and 1 is left: n02: space: /tmp: 0 MiB are free; n03: nic: mlx5_0:"
+        "preflight: 2 nodes are needed, and 1 is left: n02: space: /tmp: 0 B are free; n03: nic: mlx5_0:"
         " port 1 is 1: DOWN (to go on all the same: preflight=[space, nic] leaves these checks out)"
     )
     assert requeues.read_text() == "61\nExcNodeList=n[02-03,19-20]\n"

@@ -185,7 +185,7 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
         if line["kind"] not in ("step", "start"):
             display.step(parse_metric(line).metric)
     assert stream.getvalue().splitlines() == [
-        "hpcrun: step 5: 8.00 GB on their way to durable after 2.5 s",
+        "hpcrun: step 5: 7.451 GiB on their way to durable after 2.5 s",
         "hpcrun: step 5: saved after 3.5 s beside training",
         "hpcrun: step 10: was not saved (durable): rank 0 on n01: no space left",
     ]

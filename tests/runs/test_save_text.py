@@ -37,12 +37,12 @@ from hpcrun.runs.save_text import describe_save, is_durable_save
         ),
         (
             {"kind": "flush", "levels": ["durable"], "size_bytes": 4e9, "done_bytes": 1e9, "seconds": 3.0},
-            "step 7: 1.00 of 4.00 GB written (25%), to durable after 3.0 s",
+            "step 7: 953.7 MiB of 3.725 GiB written (25%), to durable after 3.0 s",
             False,
         ),
         (
             {"kind": "flush", "levels": ["object"], "size_bytes": 4e9},
-            "step 7: 4.00 GB on their way to object",
+            "step 7: 3.725 GiB on their way to object",
             False,
         ),
         (

@@ -81,7 +81,7 @@ def told(*arguments: str | Path | int) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.exception
     found: dict[str, Any] = json.loads(result.stdout)
-    assert found["schema_version"] == 1
+    assert found["schema_version"] == 2
     return found
 
 

@@ -350,7 +350,7 @@ def room(free: int, files: int) -> os.statvfs_result:
 def test_room_for_saves_and_for_files() -> None:
     assert check_free_space(Path("/x"), room(10**10, 10**5), 10**9, ranks=8, runs=10) == []
     assert (
-        "500.0 MB are free, but the saves need 1.0 GB"
+        "476.8 MiB are free, but the saves need 953.7 MiB"
         in check_free_space(Path("/x"), room(5 * 10**8, 10**5), 10**9, ranks=8, runs=1)[0].text
     )
     found = check_free_space(Path("/x"), room(10**10, 500), 10**9, ranks=8, runs=10)

@@ -380,7 +380,7 @@ def test_a_full_disk_is_one_line_before_and_during(tmp_path: Path, monkeypatch: 
     (tmp_path / "a.txt").write_bytes(b"text" * 100)
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=700))
-        with pytest.raises(SiteError, match=r"takes at least .* GiB free"):
+        with pytest.raises(SiteError, match=r"takes at least 802 B, .* has 700 B free"):
             tokenize_files([str(tmp_path / "a.txt")], tmp_path / "t.bin")
 
     def full(descriptor: int) -> None:

@@ -163,13 +163,13 @@ def test_the_newest_attempt_s_steps_stand_and_evaluations_are_no_steps() -> None
         (
             "flush",
             {"size_bytes": 4 * 10**9, "done_bytes": 10**9, "seconds": 3.0},
-            "step 7: 1.00 of 4.00 GB written (25%), to durable after 3.0 s",
+            "step 7: 953.7 MiB of 3.725 GiB written (25%), to durable after 3.0 s",
             False,
         ),
         (
             "flush",
             {"levels": ["object"], "size_bytes": 4 * 10**9},
-            "step 7: 4.00 GB on their way to object after 2.0 s",
+            "step 7: 3.725 GiB on their way to object after 2.0 s",
             False,
         ),
         (

@@ -56,7 +56,7 @@ def test_a_function_runs_here_and_gives_its_result() -> None:
     assert job.result() == {"a": 1, "b": 2}
     (run,) = all_runs()
     assert run.id.startswith("pairs-")
-    assert job.run == run
+    assert job.files == run
     record = read_provenance(run)
     assert record is not None
     (submission,) = record.submissions
@@ -112,7 +112,7 @@ def test_a_function_is_called_once_for_each_set_of_arguments() -> None:
     jobs = hpcrun.submit_array(divmod, [7, 8], iter([2, 3]), spec=LOCAL)
     assert [job.result() for job in jobs] == [(3, 1), (2, 2)]
     (run,) = all_runs()
-    assert [job.run for job in jobs] == [run.element(0), run.element(1)]
+    assert [job.files for job in jobs] == [run.element(0), run.element(1)]
     assert read_run_state(run).elements == {"done": 2}
 
 
@@ -126,7 +126,7 @@ def test_a_function_s_traceback_reaches_the_caller() -> None:
     with pytest.raises(FunctionError, match=r"in _deep\n.*\nValueError: no such luck") as raised:
         job.result()
     assert "submission/function_call.py" not in str(raised.value), "our own lines are of no interest"
-    state = read_run_state(job.run)
+    state = read_run_state(job.files)
     assert (state.state, state.exit_code) == ("failed", 5)
     assert "rank 0 on node" in state.message
     assert "ValueError: no such luck; log: " in state.message
@@ -183,8 +183,8 @@ if __name__ == "__main__":
     assert jobs[0].result().value == 2
     place.joinpath("mended").touch()
     words = [sys.executable, "-m", "hpcrun", "submit", "--only-failed", "--resume"]
-    subprocess.run([*words, jobs[0].run.sweep_of_element.id], check=True, capture_output=True)
-    print(jobs[1].result().value, len(jobs[0].run.attempts()), len(jobs[1].run.attempts()))
+    subprocess.run([*words, jobs[0].files.sweep_of_element.id], check=True, capture_output=True)
+    print(jobs[1].result().value, len(jobs[0].files.attempts()), len(jobs[1].files.attempts()))
 """
 
 
@@ -236,7 +236,7 @@ def test_a_function_that_can_save_goes_on_from_there(tmp_path: Path) -> None:
     assert not job.done()
     job.cancel()
     assert "is saved: saved; go on with: hpcrun " in str(job.exception())
-    submit_job(SubmissionRequest(resume=job.run), lambda _: None)
+    submit_job(SubmissionRequest(resume=job.files), lambda _: None)
     assert job.result() == 7
 
 
@@ -244,10 +244,10 @@ def test_a_function_that_is_asked_to_stop_is_interrupted_and_closes_what_it_has_
     job = hpcrun.submit(_sleep, str(tmp_path), spec=LOCAL)
     until(tmp_path / "up")
     with pytest.raises(UsageError, match="is a function, which nobody can ask to save"):
-        request_save(job.run)
+        request_save(job.files)
     job.cancel()
     assert "stopped by SIGTERM, as asked, without a save" in str(job.exception())
-    assert (job.state, read_run_state(job.run).exit_code) == ("interrupted", 130)
+    assert (job.state, read_run_state(job.files).exit_code) == ("interrupted", 130)
     assert (tmp_path / "closed").exists()
     job.cancel()
 
@@ -271,15 +271,15 @@ def test_a_call_that_others_could_have_written_is_not_made(tmp_path: Path) -> No
     job = hpcrun.submit(_touch, str(tmp_path / "made"), spec=LOCAL)
     job.result()
     (tmp_path / "made").unlink()
-    for path, mode in ((job.run.call, 0o622), (job.run.path, 0o770)):
+    for path, mode in ((job.files.call, 0o622), (job.files.path, 0o770)):
         path.chmod(mode)
-        submit_job(SubmissionRequest(resume=job.run), lambda _: None)
+        submit_job(SubmissionRequest(resume=job.files), lambda _: None)
         assert "can be written by others" in str(job.exception())
         path.chmod(0o700)
     link = tmp_path / "link"
-    job.run.call.rename(link)
-    job.run.call.symlink_to(link)
-    submit_job(SubmissionRequest(resume=job.run), lambda _: None)
+    job.files.call.rename(link)
+    job.files.call.symlink_to(link)
+    submit_job(SubmissionRequest(resume=job.files), lambda _: None)
     assert "is a symbolic link, which is not followed" in str(job.exception())
     assert not (tmp_path / "made").exists()
 
@@ -291,7 +291,7 @@ def _touch(path: str) -> None:
 def test_a_result_that_others_could_have_written_is_not_loaded() -> None:
     job = hpcrun.submit(divmod, 7, 2, spec=LOCAL)
     job.wait()
-    job.run.attempt(1).call_result(0).chmod(0o622)
+    job.files.attempt(1).call_result(0).chmod(0o622)
     with pytest.raises(UsageError, match="can be written by others"):
         job.result()
 

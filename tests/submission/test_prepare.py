@@ -56,7 +56,7 @@ def test_weights_must_be_there(site: Site) -> None:
 def test_the_disk_must_hold_the_saves(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     found = os.statvfs_result((1000, 1000, 1000, 100, 100, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: found)
-    with pytest.raises(SiteError, match=r"100\.0 kB are free, but .* need .*B; set HPCRUN_ROOT"):
+    with pytest.raises(SiteError, match=r"97\.66 KiB are free, but .* need .*B; set HPCRUN_ROOT"):
         prepare_job(site.job)
     prepare_job(site.job, ["checkpoint.at_end=false", "checkpoint.every=0"])
 

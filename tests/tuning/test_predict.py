@@ -10,7 +10,7 @@ import pytest
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.fabric.graph import Fabric, FabricLevel
 from hpcrun.tuning.model.platforms import ModelErrorSpec, find_model_error, find_platform, platform_names
-from hpcrun.tuning.model.plot import format_binary_size, plot_prediction_svg
+from hpcrun.tuning.model.plot import plot_prediction_svg
 from hpcrun.tuning.model.predict import (
     PREDICTED_COLLECTIVES,
     AlphaBetaInput,
@@ -292,14 +292,7 @@ def test_the_picture_is_well_formed_and_names_every_algorithm() -> None:
     root = ElementTree.fromstring(text)
     words = {element.text for element in root.iter() if element.text}
     assert {name for name, _ in found.rows[0].times} <= words
-    assert {"1K", "100 µs"} <= words
+    assert {"1 KiB", "100 µs"} <= words
     one = predict_alpha_beta(ground(4), "gloo", "allgather", [MIB], lambda _: None, "<&>")
     assert "µs" not in plot_prediction_svg(one)
     ElementTree.fromstring(plot_prediction_svg(one))
-
-
-@pytest.mark.parametrize(
-    ("size", "shown"), [(1, "1"), (1024, "1K"), (1536, "1.5K"), (GIB, "1G"), (5 << 40, "5T")]
-)
-def test_sizes_as_shown(size: int, shown: str) -> None:
-    assert format_binary_size(size) == shown

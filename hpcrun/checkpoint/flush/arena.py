@@ -28,12 +28,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity, format_gib, measure_shm_capacity
+from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity, measure_shm_capacity
 from hpcrun.checkpoint.format import PART_ALIGN, align_size
 from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
 from hpcrun.errors import SiteError
 from hpcrun.files import OwnedDirectory, UntrustedFileError, is_tamper_proof_directory
+from hpcrun.units import format_bytes
 
 SHM = Path("/dev/shm")
 SOCKET_NAME = "worker.sock"
@@ -236,12 +237,12 @@ class Arena:
                     self.slots = fitting
                     return fitting
         held = (
-            f"; {format_gib(sum(s.size_bytes for s in self.old))} hold states of before" if self.old else ""
+            f"; {format_bytes(sum(s.size_bytes for s in self.old))} hold states of before" if self.old else ""
         )
-        parity = f" and parity {format_gib(parity_bytes)}" if parity_bytes else ""
+        parity = f" and parity {format_bytes(parity_bytes)}" if parity_bytes else ""
         self.old += [slot for slots in fitting.values() for slot in slots]
         raise SiteError(
-            f"{self.folder}: one state of this node's ranks is {format_gib(sum(sizes.values()))}{parity},"
+            f"{self.folder}: one state of this node's ranks is {format_bytes(sum(sizes.values()))}{parity},"
             f" there is room for {room}{held}; ask for more memory (--mem), or set checkpoint.memory=0"
         )
 

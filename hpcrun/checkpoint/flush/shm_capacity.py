@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpcrun.units import format_bytes
+
 _MARGIN = 16
 """One part in so many of a limit stays free: training itself grows."""
 _NO_LIMIT = 1 << 60
@@ -26,12 +28,7 @@ class ShmCapacity:
     bound: str
 
     def __str__(self) -> str:
-        return f"{format_gib(self.size_bytes)} ({self.bound})"
-
-
-def format_gib(size_bytes: int) -> str:
-    """A size of memory, for people."""
-    return f"{size_bytes / 2**30:.2f} GiB"
+        return f"{format_bytes(self.size_bytes)} ({self.bound})"
 
 
 def measure_shm_capacity(folder: Path, root: Path = Path("/")) -> ShmCapacity:
@@ -62,7 +59,9 @@ def _cgroup_capacities(root: Path) -> Iterator[ShmCapacity]:
             told = _read_table(top / inner / "memory.stat")
             cached = told.get("total_inactive_file", told.get("inactive_file", 0))
             left = limit - limit // _MARGIN - max(0, used - cached)
-            yield ShmCapacity(max(0, left), f"memory left in cgroup {top / inner}, limit {format_gib(limit)}")
+            yield ShmCapacity(
+                max(0, left), f"memory left in cgroup {top / inner}, limit {format_bytes(limit)}"
+            )
 
 
 def _read_text_or_empty(path: Path) -> str:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from hpcrun.checkpoint.lustre.lfs import FileLayout, LustreTarget
 from hpcrun.specs.checkpoint import DurableSpec
+from hpcrun.units import format_bytes
 
-KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 MAX_PLANNED_STRIPES = 450
 """OLCF asks for no more on Orion, which has 1349 OSTs (docs.olcf.ornl.gov, Orion, file striping)."""
 MAX_WRITERS_PER_OST = 8
@@ -79,14 +80,6 @@ class Striping:
     fits: bool | None
     """Whether the OSTs have room for it; None: unknown."""
     reasons: tuple[str, ...]
-
-
-def format_bytes(size_bytes: float) -> str:
-    """Bytes for people, in powers of 1024."""
-    for unit, size in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
-        if size_bytes >= size:
-            return f"{size_bytes / size:.1f} {unit}"
-    return f"{size_bytes:.0f} bytes"
 
 
 def choose_pool(spec: DurableSpec, default: FileLayout | None, size_bytes: int) -> str | None:

@@ -18,12 +18,12 @@ from hpcrun.checkpoint.lustre.layout import (
     FileRequirement,
     Striping,
     choose_pool,
-    format_bytes,
     plan_striping,
     select_usable_osts,
 )
 from hpcrun.checkpoint.lustre.lfs import LfsClient, LfsError, LustreQuota, LustreTarget
 from hpcrun.specs.checkpoint import DurableSpec
+from hpcrun.units import format_bytes
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")

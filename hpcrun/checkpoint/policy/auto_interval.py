@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from hpcrun.checkpoint.policy.failure_rates import FailureHistory, estimate_failure_rates, format_time_span
+from hpcrun.checkpoint.policy.failure_rates import FailureHistory, estimate_failure_rates
 from hpcrun.checkpoint.policy.interval import DEFAULT_OVERHEAD_BOUND, LevelGroup, LevelSaveCost, daly_interval
 from hpcrun.specs.metrics import Metric, SaveMetric, StoredMetric
+from hpcrun.units import format_duration
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 300.0, 3600.0
-_SHORTEST, _LONGEST = format_time_span(MIN_INTERVAL_S), format_time_span(MAX_INTERVAL_S)
+_SHORTEST, _LONGEST = format_duration(MIN_INTERVAL_S), format_duration(MAX_INTERVAL_S)
 AUTO_DESCRIPTION = f"as often as its measured cost allows, {_SHORTEST} to {_LONGEST} apart"
 """What `auto` means, for those who plan."""
 _SAMPLES = 4
@@ -47,9 +48,9 @@ def choose_interval(nodes: int, stall_s: float, flush_s: float) -> ChosenInterva
     least = max(stall_s / DEFAULT_OVERHEAD_BOUND, flush_s)
     nodes_told = f"{nodes} node{'s' * (nodes > 1)}"
     why = (
-        f"training waits {format_time_span(stall_s)} a save and it is stored after"
-        f" {format_time_span(flush_s)}; with one failure of {nodes_told} in {format_time_span(1 / rate)}"
-        f" least is lost at {format_time_span(best)} (Daly)"
+        f"training waits {format_duration(stall_s)} a save and it is stored after"
+        f" {format_duration(flush_s)}; with one failure of {nodes_told} in {format_duration(1 / rate)}"
+        f" least is lost at {format_duration(best)} (Daly)"
     )
     if least > interval_s:
         what = (

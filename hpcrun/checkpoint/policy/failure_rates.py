@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from hpcrun.checkpoint.levels import CheckpointLevel
+from hpcrun.units import format_duration
 
 FailureKind = Literal["process", "node", "site", "storage"]
 FAILURE_KINDS: Mapping[FailureKind, str] = {
@@ -27,7 +28,6 @@ SURVIVED_FAILURES: Mapping[CheckpointLevel, tuple[FailureKind, ...]] = {
     "object": ("process", "node", "site", "storage"),
 }
 _DAY_S = 86400.0
-_UNITS = ((365.25 * _DAY_S, 2, "years"), (_DAY_S, 2, "days"), (3600.0, 2, "h"), (60.0, 2, "min"))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class FailureRate:
     @property
     def frequency_text(self) -> str:
         """In words, without the source."""
-        return "unknown" if self.per_s is None else f"one in {format_time_span(1 / self.per_s)}"
+        return "unknown" if self.per_s is None else f"one in {format_duration(1 / self.per_s)}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -121,11 +121,3 @@ def _estimate_rate(kind: FailureKind, seen: FailureHistory, nodes: int) -> Failu
     per_day = (prior.weight + count) / (prior.weight / prior.per_node_day + days)
     source = f"{own}, and with the weight of {prior.weight:g} more: {prior.source}" if days else prior.source
     return FailureRate(kind, per_day / _DAY_S * nodes, source)
-
-
-def format_time_span(seconds: float) -> str:
-    """A time as a person says it: 40 s, 12 min, 3.5 h, 20 days, 7 years."""
-    for size, least, unit in _UNITS:
-        if seconds >= least * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"

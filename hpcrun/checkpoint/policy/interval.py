@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hpcrun.checkpoint.levels import CheckpointLevel
-from hpcrun.checkpoint.policy.failure_rates import SURVIVED_FAILURES, FailureKind, format_time_span
+from hpcrun.checkpoint.policy.failure_rates import SURVIVED_FAILURES, FailureKind
+from hpcrun.units import format_duration
 
 BacklogPolicy = Literal["wait", "skip", "degrade"]
 DEFAULT_OVERHEAD_BOUND = 0.03
@@ -222,9 +223,9 @@ def _minimum_intervals(
     floors, busy = [], 0.0
     for tier in tiers:
         busy += tier.flush_s
-        floors.append((busy, f"flushing a save of it takes {format_time_span(busy)}"))
+        floors.append((busy, f"flushing a save of it takes {format_duration(busy)}"))
     if tiers and on_backlog != "skip" and busy / max(1, slots) > floors[0][0]:
-        flushes = f"flushing the deepest save takes {format_time_span(busy)}"
+        flushes = f"flushing the deepest save takes {format_duration(busy)}"
         what = f"{flushes}, and memory holds {slots} (on_backlog: {on_backlog})"
         floors[0] = (busy / max(1, slots), what)
     return floors
@@ -246,7 +247,7 @@ def _round_to_multiple(
     """A wish as a multiple of the interval before, or of a step: not below the floor."""
     lines = []
     if goal.floor_s > goal.wanted_s:
-        lines.append(f"no shorter than {format_time_span(goal.floor_s)}: {goal.why}")
+        lines.append(f"no shorter than {format_duration(goal.floor_s)}: {goal.why}")
     interval_s = max(goal.floor_s, goal.wanted_s, _MIN_INTERVAL_S)
     least = interval_s if goal.is_bound else goal.floor_s
     unit = before[-1].every_s if before else step_s or 0.0
@@ -261,9 +262,9 @@ def _round_to_multiple(
 def _explain_interval(tier: LevelGroup, rate: float, wanted_s: float) -> str:
     if not rate:
         return "how often a failure needs it is not known: as often as the bound and its flush allow"
-    stall, between = format_time_span(tier.stall_s), format_time_span(1 / rate)
+    stall, between = format_duration(tier.stall_s), format_duration(1 / rate)
     times = f"training waits {stall} a save, and one failure in {between} needs it"
     if abs(daly_interval(tier.stall_s, rate) - wanted_s) > 1e-6 * max(wanted_s, 1.0):
-        return f"{times}; with the tier beside it, least is lost at {format_time_span(wanted_s)} (Daly)"
-    young = format_time_span(young_interval(tier.stall_s, rate))
-    return f"{times}: least is lost at {format_time_span(wanted_s)} (Daly; Young {young})"
+        return f"{times}; with the tier beside it, least is lost at {format_duration(wanted_s)} (Daly)"
+    young = format_duration(young_interval(tier.stall_s, rate))
+    return f"{times}: least is lost at {format_duration(wanted_s)} (Daly; Young {young})"

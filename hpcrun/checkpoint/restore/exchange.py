@@ -17,12 +17,14 @@ from hpcrun.checkpoint.part_writer import write_all, write_synced_file
 from hpcrun.checkpoint.verify import default_verify_jobs, find_generation_damages
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.files import allowed_file_directories, open_regular
+from hpcrun.specs.base_model import copy_base_model
 from hpcrun.specs.hf_directory import HF_CONFIG_FILE, SAFETENSORS_INDEX_FILE
-from hpcrun.specs.records import sync_directory
+from hpcrun.specs.load import render_portable_job
+from hpcrun.specs.records import sync_directory, write_atomically
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, render_commit_record, resumable_checkpoints
 from hpcrun.specs.sha256sums import SHA256SUMS_FILE
-from hpcrun.units import render_bytes
+from hpcrun.units import format_bytes
 
 _BLOCK = 16 << 20
 _PARTIAL = ".partial"
@@ -57,7 +59,7 @@ def check_import_source(source: Path) -> None:
                     raise UsageError(f"{path}: is not a regular file; remove it")
                 most = _MAX_BYTES.get(entry.name)
                 if most is not None and entry.stat().st_size > most:
-                    raise UsageError(f"{path}: is larger than {most >> 20} MiB; it is not imported")
+                    raise UsageError(f"{path}: is larger than {format_bytes(most)}; it is not imported")
     except (FileNotFoundError, NotADirectoryError):
         return  # kind_of says so
     except OSError as error:
@@ -126,6 +128,19 @@ def copy_generation_out(
     sync_directory(directory)
 
 
+def export_generation(
+    run: RunDir, saved: SavedCheckpoint, directory: Path, progress: Callable[[int], None]
+) -> list[str]:
+    """Copy a generation, and what describes its job, into a new directory; the keys left out of the job."""
+    with atomic_directory(directory) as aside, copy_base_model(run.path, aside):
+        copy_generation_out(saved, aside, progress)
+        if not run.spec.exists():
+            return []
+        text, left_out = render_portable_job(run.spec)
+        write_atomically(aside / "spec.yaml", text)
+    return left_out
+
+
 def copy_generation_in(
     saved: SavedCheckpoint,
     checkpoints: Path,
@@ -137,7 +152,7 @@ def copy_generation_in(
     needed, free = sum(saved.file_bytes), shutil.disk_usage(checkpoints.parent).free
     if needed > free:
         raise SiteError(
-            f"{checkpoints}: the state takes {render_bytes(needed)}, and there are {render_bytes(free)} free"
+            f"{checkpoints}: the state takes {format_bytes(needed)}, and there are {format_bytes(free)} free"
         )
     owner = SaveOwner.for_next_start(checkpoints)
     draft = begin_generation(checkpoints, saved.step, owner.attempt)

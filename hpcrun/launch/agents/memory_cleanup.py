@@ -11,6 +11,7 @@ from hpcrun.files import read_filesystem_clock
 from hpcrun.runs.lease import has_active_leader
 from hpcrun.runs.run_lock import is_supervisor_alive_here
 from hpcrun.specs.rundir import RunDir
+from hpcrun.units import format_bytes
 
 _STALE_S = 600.0
 """A lease that has stood still for so long, by the clock of its file system, is nobody's; a run that left no
@@ -24,7 +25,7 @@ def clean_up_memory(own: RunDir, root: Path = SHM) -> list[str]:
         return path == own.path or may_have_leader(RunDir(path))
 
     return [
-        f"{folder}: removed {size_bytes >> 20} MiB that a run has left in memory; it is over"
+        f"{folder}: removed {format_bytes(size_bytes)} that a run has left in memory; it is over"
         for folder, size_bytes in clean_up_stale_memory(root, is_alive).items()
     ]
 

@@ -20,11 +20,12 @@ from hpcrun.launch.checkpointing.worker_client import WorkerClient
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.events.checkpoint import SpareReplicaEvent
 from hpcrun.specs.placement import Placement
+from hpcrun.units import format_bytes, format_duration
 
 _MAX_GENERATIONS = 4
 """So many generations are remembered."""
 _MAX_NAMED = 4
-_SLOW_COPY_MIN = 10.0
+_SLOW_COPY_S = 600.0
 
 ReplicaAssignment = dict[str, list[str]]
 """Spare → the nodes whose parts it is to hold, those first that matter most."""
@@ -157,10 +158,10 @@ class SpareReplicaScheduler:
     def _watch(self, spare: str) -> None:
         """Say it once where a spare is long about one save: what it has is old."""
         _, stamp, since = self._ordered[spare]
-        minutes = (time.monotonic() - since) / 60
-        if minutes > _SLOW_COPY_MIN and (spare, spare) not in self._noted:
+        silent_s = time.monotonic() - since
+        if silent_s > _SLOW_COPY_S and (spare, spare) not in self._noted:
             self._noted.add((spare, spare))
-            self._note(f"{spare}: has said nothing for {minutes:.0f} min of its copies of step {stamp.step}")
+            self._note(f"{spare}: no news of its copies of step {stamp.step} for {format_duration(silent_s)}")
 
     def _take(self, spare: str, told: dict[str, Any]) -> Iterator[SpareReplicaEvent]:
         number, stamp, _ = self._ordered.get(spare, (None, None, None))
@@ -183,7 +184,7 @@ class SpareReplicaScheduler:
             room = f"; no room for {_join_names(no_room)}" if no_room else ""
             text = (
                 f"spare {spare} holds what {_join_names(nodes)} had in memory at step {stamp.step}"
-                f" ({size / 1e9:.2g} GB in {seconds:.2g} s){room}"
+                f" ({format_bytes(size)} in {format_duration(seconds)}){room}"
             )
         yield SpareReplicaEvent(
             stamp.step,

@@ -21,6 +21,7 @@ from hpcrun.tuning.lint.named_files import why_foreign
 from hpcrun.tuning.lint.traffic_classes import check_class_agreement, check_lossless_class, nccl_traffic_class
 from hpcrun.tuning.registry.device_names import choose_socket_interface, parse_device_list
 from hpcrun.tuning.versions import check_versions, parse_versions
+from hpcrun.units import format_bytes
 
 _CONTAINER_SHM = 64 * 2**20
 _SMALL_SHM = 2**30
@@ -326,22 +327,22 @@ def _check_shared_memory(question: HostCheckInput) -> Iterator[Finding]:
     if shm.size_bytes is None:
         yield Finding("unknown", "shm", "/dev/shm", "its size cannot be read")
     elif shm.size_bytes <= _CONTAINER_SHM:
-        text = f"has {shm.size_bytes / 2**20:.0f} MiB, a container's default; NCCL ends with a bus error"
+        text = f"has {format_bytes(shm.size_bytes)}, a container's default; NCCL ends with a bus error"
         yield Finding("error", "shm", "/dev/shm", text, "--shm-size or --ipc=host of the container runtime")
     elif shm.size_bytes < _SMALL_SHM:
         yield Finding(
             "warning",
             "shm",
             "/dev/shm",
-            f"has only {shm.size_bytes / 2**20:.0f} MiB",
+            f"has only {format_bytes(shm.size_bytes)}",
             "give it 1 GiB or more",
         )
     if shm.free_bytes is not None and shm.free_bytes < _SEGMENT * max(8, gpus):
-        text = f"{shm.free_bytes / 1e6:.0f} MB are free; NCCL takes about 10 MB for each pair of neighbours"
+        text = f"{format_bytes(shm.free_bytes)} are free; NCCL takes about 10 MiB for each pair of neighbours"
         yield Finding("error", "shm", "/dev/shm", text, "remove what dead jobs left")
     if shm.stale:
         names = ", ".join(shm.stale[:3]) + (", …" if len(shm.stale) > 3 else "")
-        text = f"{len(shm.stale)} segment(s) of dead jobs, {shm.stale_bytes / 1e6:.1f} MB: {names}"
+        text = f"{len(shm.stale)} segment(s) of dead jobs, {format_bytes(shm.stale_bytes)}: {names}"
         yield Finding(
             "warning", "shm", "/dev/shm", text, "no process maps them: they can be removed", "medium"
         )

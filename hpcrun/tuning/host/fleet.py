@@ -12,6 +12,7 @@ from hpcrun.finding import Finding, Severity, sort_findings
 from hpcrun.hostlist import fold_hosts, sort_hosts
 from hpcrun.tuning.host.rails import find_crossed_rails
 from hpcrun.tuning.host.routes import find_differing_routes as differing_routes
+from hpcrun.units import format_bytes
 
 _MOST_PAIRS = 4
 NodeFacts = Mapping[str, Any]
@@ -107,7 +108,7 @@ def _shown(value: Any, what: str) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "none"
     if what == _SIZE:
-        return f"{value / 2**30:.4g} GiB"
+        return format_bytes(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -19,6 +19,7 @@ from hpcrun.errors import UsageError
 from hpcrun.finding import Finding
 from hpcrun.tuning.registry.registry import Version
 from hpcrun.tuning.variable_findings import make_error, make_warning
+from hpcrun.units import format_bytes
 
 _ASSIGNMENT = re.compile(r"(?:export |declare -x )?([A-Za-z_][A-Za-z0-9_]*|BASH_FUNC_\S+?)=(.*)", re.S)
 _NAMED = re.compile(r"(?:export |declare -x )([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.S)
@@ -128,7 +129,7 @@ def read_user_file(path: Path) -> str:
     except OSError as problem:
         raise UsageError(f"{path}: cannot be read: {problem.strerror}") from None
     if len(content) > _MOST_BYTES:
-        raise UsageError(f"{path}: is larger than {_MOST_BYTES >> 20} MiB; that is no list of variables")
+        raise UsageError(f"{path}: is larger than {format_bytes(_MOST_BYTES)}; that is no list of variables")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:

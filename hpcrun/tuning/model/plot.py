@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
 from hpcrun.tuning.model.predict import Prediction
+from hpcrun.units import format_bytes
 
 _WIDE, _HIGH, _LEFT, _TOP, _RIGHT, _BOTTOM = 860, 480, 80, 56, 200, 56
 _KEY = _WIDE - _RIGHT + 14
@@ -64,7 +65,7 @@ def _draw_axes(prediction: Prediction, frame: _PlotFrame) -> Iterator[str]:
     rows = prediction.rows
     for row in rows[:: max(1, len(rows) // 8)]:
         at, below = frame.x(row.size_bytes), _HIGH - _BOTTOM + 18
-        size = format_binary_size(row.size_bytes)
+        size = format_bytes(row.size_bytes)
         yield f'<text x="{at:.1f}" y="{below}" text-anchor="middle">{size}</text>'
 
 
@@ -93,11 +94,3 @@ def _time(power: int) -> str:
         if power >= least:
             return f"{10 ** (power - least)} {unit}"
     return f"{10.0**power:g} µs"
-
-
-def format_binary_size(size_bytes: int) -> str:
-    """`64K`, `1.5M`."""
-    for power, unit in ((40, "T"), (30, "G"), (20, "M"), (10, "K")):
-        if size_bytes >= 1 << power:
-            return f"{size_bytes / (1 << power):.4g}{unit}"
-    return str(size_bytes)

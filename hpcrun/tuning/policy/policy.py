@@ -25,6 +25,7 @@ from hpcrun.tuning.lint.environment import VariableAssignment as Assigned
 from hpcrun.tuning.lint.lint import check_assignment
 from hpcrun.tuning.registry.nccl_grammar import FORCED_LL128_DANGER, forces_ll128
 from hpcrun.tuning.registry.registry import Version, format_version, parse_version
+from hpcrun.units import format_bytes
 
 FEWEST_PAIRS = min_samples_for_median()
 """With fewer there is no 95 % interval."""
@@ -63,9 +64,7 @@ class MeasurementSpec(_PolicySection):
 
     def __str__(self) -> str:
         where = f" on {self.nodes} node{'' if self.nodes == 1 else 's'}" if self.nodes else ""
-        return (
-            f"{self.collective} of {format_exact_size(self.size_bytes)}{' in place' * self.in_place}{where}"
-        )
+        return f"{self.collective} of {format_bytes(self.size_bytes)}{' in place' * self.in_place}{where}"
 
 
 class PolicyRowSpec(_PolicySection):
@@ -174,14 +173,6 @@ def _parse_rows(document: YamlDocument) -> tuple[PolicyRowSpec, ...]:
     except ValidationError as error:
         problems = problems_of_validation_error(error, _PolicySpec)
     raise SpecError([replace(one, where=document.where(one.key)) for one in problems])
-
-
-def format_exact_size(size_bytes: int) -> str:
-    """Bytes as people write them, exactly: 256 MiB, 1000 B."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size_bytes >= unit and size_bytes % unit == 0:
-            return f"{size_bytes // unit} {name}"
-    return f"{size_bytes} B"
 
 
 def measured_gains(row: PolicyRowSpec) -> tuple[MeasuredGain, ...]:

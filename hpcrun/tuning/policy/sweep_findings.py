@@ -14,6 +14,7 @@ from hpcrun.finding import Finding, sort_findings
 from hpcrun.tuning.log.nccl_log import NcclLog
 from hpcrun.tuning.model.platforms import PlatformSpec, find_platform
 from hpcrun.tuning.policy.nccl_tests import NcclTestTimings, TimedCall
+from hpcrun.units import format_bytes
 
 _ENOUGH = 0.7
 """Of what is expected; ring and protocol take some, and so do switches."""
@@ -151,7 +152,7 @@ def _check_collective(
     name = collective or "collective"
     parts = split_time(found, collective)
     last = max(call for call in found.times_us if call.collective == collective and not call.in_place)
-    reached = f"{_measured_bus_bandwidth(found, last):.4g} GB/s at {_size(last.size_bytes)}"
+    reached = f"{_measured_bus_bandwidth(found, last):.4g} GB/s at {format_bytes(last.size_bytes)}"
     steps = _ring_steps(collective, found.ranks)
     told = (
         _describe_parts(parts, steps)
@@ -207,10 +208,3 @@ def _missing(log: NcclLog) -> str:
         "count the adapters in use against those of the node (NCCL_IB_HCA, one port of a bond), then `hpcrun"
         " doctor` for PCIe width, ACS and pauses, and `hpcrun doctor pairs` for a slow node"
     )
-
-
-def _size(size_bytes: int) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if size_bytes >= unit:
-            return f"{size_bytes / unit:.4g} {name}"
-    return f"{size_bytes} B"
