@@ -12,6 +12,7 @@ from typing import Any
 from hpcrun.errors import UsageError
 from hpcrun.specs.yaml import load_yaml
 from hpcrun.tuning.lint.traffic_classes import TrafficClass, decode_traffic_class, encode_traffic_class
+from hpcrun.typed_json import parse_typed
 
 _FILE = Path(__file__).with_name("fabrics.yaml")
 CHECKLIST_TOPICS = {
@@ -101,15 +102,8 @@ def find_fabric_kind(name: str, where: str = "") -> FabricKind:
 
 
 def _parse_fabric_kind(name: str, values: Mapping[str, Any]) -> FabricKind:
-    rest = {key: value for key, value in values.items() if key not in ("settings", "published", "notes")}
-    return FabricKind(
-        name=name,
-        settings=tuple(SystemFact(**one) for one in values.get("settings", ())),
-        published=tuple(PublishedTuning(**one) for one in values.get("published", ())),
-        notes=tuple(values.get("notes", ())),
-        has_script=bool(rest.pop("source_script", False)),
-        **rest,
-    )
+    fields = {key: value for key, value in values.items() if key != "source_script"}
+    return parse_typed(FabricKind, {**fields, "name": name, "has_script": "source_script" in values})
 
 
 def render_fabric_checklist(kind: FabricKind) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from hpcrun.errors import UsageError
-from hpcrun.tuning.log.diagnosis import MEANING_LEVELS, diagnose_nccl_log, log_patterns
+from hpcrun.tuning.log.diagnosis import MeaningLevel, diagnose_nccl_log, log_patterns
 from hpcrun.tuning.log.nccl_log import AlgorithmChoice, NcclLog, machine_from_log, parse_nccl_log
 from hpcrun.tuning.model.nccl_model import ExpectedPerformance, NcclGraph, predict_nccl_performance
 
@@ -148,7 +149,7 @@ def test_the_table_is_whole() -> None:
     assert len(ids) == len({*ids})
     for one in log_patterns():
         meaning = one.meaning
-        assert meaning.level in MEANING_LEVELS
+        assert meaning.level in get_args(MeaningLevel)
         assert meaning.confidence in ("high", "medium", "low")
         assert meaning.meaning
         assert meaning.remedy

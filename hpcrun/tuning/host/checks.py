@@ -95,13 +95,8 @@ def _check_ports(question: HostCheckInput) -> Iterator[Finding]:
     for name in network.hcas:
         if name not in present:
             known = ", ".join(sorted(present)) or "none"
-            yield Finding(
-                "error",
-                "port",
-                name,
-                f"the profile names it, this node has {known}",
-                "mend network.hcas, or the node",
-            )
+            text = f"the profile names it, this node has {known}"
+            yield Finding("error", "port", name, text, "mend network.hcas, or the node")
     for port in host.ports:
         if port.is_active is None:
             yield Finding("unknown", "port", port.name, "its state cannot be read")
@@ -186,9 +181,8 @@ def _pci_speed(link: PciLink, *, is_gpu: bool) -> Iterator[Finding]:
     if is_gpu or link.speed_GTs is None or most is None or link.speed_GTs >= most:
         return
     text = f"its PCIe link runs at {link.speed_GTs:g} GT/s, both ends could {most:g}"
-    yield Finding(
-        "error", "pci", link.name, text, "reseat the card, then look at the slot's setting in the BIOS"
-    )
+    remedy = "reseat the card, then look at the slot's setting in the BIOS"
+    yield Finding("error", "pci", link.name, text, remedy)
 
 
 def _check_traffic_classes(question: HostCheckInput) -> Iterator[Finding]:
@@ -219,14 +213,8 @@ def _check_traffic_classes(question: HostCheckInput) -> Iterator[Finding]:
                 text = (
                     f"DCQCN is off on priority {', '.join(map(str, lossless))}: no rate control, only pauses"
                 )
-                yield Finding(
-                    "warning",
-                    "ecn",
-                    name,
-                    text,
-                    "turn roce_np and roce_rp on for it, or know why not",
-                    "medium",
-                )
+                remedy = "turn roce_np and roce_rp on for it, or know why not"
+                yield Finding("warning", "ecn", name, text, remedy, "medium")
 
 
 def _no_pfc(name: str, tc: int) -> Finding:
@@ -240,13 +228,8 @@ def _check_mtu(question: HostCheckInput) -> Iterator[Finding]:
         for interface in map(question.host.interface, port.interfaces):
             if interface and interface.mtu and interface.mtu < _RDMA_MTU:
                 text = f"MTU {interface.mtu} leaves RoCE {_rdma_mtu(interface.mtu)} bytes a packet"
-                yield Finding(
-                    "warning",
-                    "mtu",
-                    interface.name,
-                    text,
-                    f"raise it to {_RDMA_MTU} or more, on switches too",
-                )
+                remedy = f"raise it to {_RDMA_MTU} or more, on switches too"
+                yield Finding("warning", "mtu", interface.name, text, remedy)
 
 
 def _rdma_mtu(mtu: int) -> int:
@@ -279,13 +262,8 @@ def _check_sockets(question: HostCheckInput) -> Iterator[Finding]:
                 remedy,
             )
         elif chosen.name == "lo":
-            yield Finding(
-                "error",
-                "interface",
-                "lo",
-                f"{said} names lo: no other node is reached by it",
-                "name the one between nodes",
-            )
+            text = f"{said} names lo: no other node is reached by it"
+            yield Finding("error", "interface", "lo", text, "name the one between nodes")
         return
     if chosen is not None and _is_private_bridge(chosen):
         remedy = "set network.interface in the profile"
@@ -309,9 +287,8 @@ def _check_limits(question: HostCheckInput) -> Iterator[Finding]:
         yield Finding("error", "limits", host.node, text, remedy)
     if (nofile := host.limits.get("nofile")) is not None and nofile < _FEW_FILES:
         text = f"{nofile} open files at most; large jobs need some for every peer"
-        yield Finding(
-            "note", "limits", host.node, text, "raise the soft limit in the profile's setup: ulimit -n 65536"
-        )
+        remedy = "raise the soft limit in the profile's setup: ulimit -n 65536"
+        yield Finding("note", "limits", host.node, text, remedy)
     if (
         "stack" in host.limits
         and host.limits["stack"] is None
@@ -361,14 +338,8 @@ def _check_peer_memory(question: HostCheckInput) -> Iterator[Finding]:
         yield Finding("note", "peermem", host.node, text)
         return
     text = "nvidia_peermem is not loaded, and DMA-BUF needs the open driver on kernel 5.12"
-    yield Finding(
-        "warning",
-        "peermem",
-        host.node,
-        text,
-        "load it, after driver updates too; data goes by the CPU's memory",
-        "medium",
-    )
+    remedy = "load it, after driver updates too; data goes by the CPU's memory"
+    yield Finding("warning", "peermem", host.node, text, remedy, "medium")
 
 
 def _check_affinity(question: HostCheckInput) -> Iterator[Finding]:
@@ -381,9 +352,8 @@ def _check_affinity(question: HostCheckInput) -> Iterator[Finding]:
             remedy += "; all-to-all suffers most, as one of them sends for all GPUs of a rail (PXN)"
         yield Finding("warning", "affinity", host.node, text, remedy, "medium")
     for index in host.inside.gpus_far_from_cpus(host.allowed):
-        yield Finding(
-            "warning", "affinity", f"GPU {index}", "none of the job's CPUs is near it", "ask for whole nodes"
-        )
+        text = "none of the job's CPUs is near it"
+        yield Finding("warning", "affinity", f"GPU {index}", text, "ask for whole nodes")
     unknown = [f"GPU {gpu.index}" for gpu in host.inside.gpus if gpu.numa is None]
     if unknown:
         yield Finding("unknown", "affinity", ", ".join(unknown), "the NUMA node is not told")

@@ -14,6 +14,7 @@ from hpcrun.fabric.node_topology import list_sysfs_entries, read_sysfs_line
 from hpcrun.finding import Confidence, Finding, Severity, sort_findings
 from hpcrun.specs.yaml import parse_yaml
 from hpcrun.tuning.host.node_report import CommandRunner, HostReport
+from hpcrun.typed_json import WrongValue, parse_typed
 
 _FILE = Path(__file__).with_name("counters.yaml")
 _STATISTIC = re.compile(r"\s*([A-Za-z0-9_.\[\]-]+):\s+([0-9]{1,20})\s*")
@@ -114,14 +115,10 @@ def parse_ethtool(text: str) -> dict[str, int]:
 def parse_counters(values: Any, where: str) -> CounterReading:
     """Counters from as_json's values; UsageError for anything else."""
     try:
-        kept = {str(name): int(number) for name, number in values["values"].items()}
-        moment = values["time"]
-        speeds = {str(name): float(told) for name, told in values.get("speeds_Gbps", {}).items()}
-        return CounterReading(str(values["node"]), None if moment is None else float(moment), kept, speeds)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-        raise UsageError(
-            f"{where}: holds no counters; make it with `hpcrun doctor --counters FILE`"
-        ) from None
+        return parse_typed(CounterReading, values)
+    except WrongValue as error:
+        text = f"{where}: holds no counters ({error}); make it with `hpcrun doctor --counters FILE`"
+        raise UsageError(text) from None
 
 
 def compare_counters(before: CounterReading, after: CounterReading) -> CounterGrowth:

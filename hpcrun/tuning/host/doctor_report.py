@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -10,13 +11,14 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from hpcrun.errors import UsageError
-from hpcrun.fabric.ports import Gid, NetworkInterface, PciLink, RdmaPort
+from hpcrun.fabric.ports import NetworkInterface, PciLink, RdmaPort
 from hpcrun.finding import Finding
 from hpcrun.tuning.host.checks import HostCheckInput, check_host, predict_port_gid
 from hpcrun.tuning.host.node_report import HostReport, SharedMemory
 from hpcrun.tuning.host.routes import NetworkRoute
 from hpcrun.tuning.lint.named_files import NamedFile
 from hpcrun.tuning.registry.device_names import choose_socket_interface
+from hpcrun.typed_json import WrongValue, parse_typed
 
 _LISTS = ("ports", "interfaces", "links", "routes", "files", "findings")
 
@@ -106,11 +108,8 @@ def _fits(shape: TypeAdapter[Any], value: Any) -> bool:
 
 def ports_of_report(report: Mapping[str, Any]) -> tuple[RdmaPort, ...]:
     """The RDMA ports that a report tells of; those of a damaged one are left out."""
-    found = []
-    for one in report.get("ports") or ():
-        try:
-            gids = tuple(Gid(**gid) for gid in one["gids"])
-            found.append(RdmaPort(**{**one, "gids": gids, "interfaces": tuple(one["interfaces"])}))
-        except (KeyError, TypeError):
-            continue
-    return tuple(found)
+    ports = []
+    for values in report.get("ports") or ():
+        with contextlib.suppress(WrongValue):
+            ports.append(parse_typed(RdmaPort, values))
+    return tuple(ports)

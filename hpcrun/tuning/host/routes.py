@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpcrun.finding import Finding
+from hpcrun.typed_json import WrongValue, parse_typed
 
 _UNUSED = ("local", "broadcast", "multicast", "anycast", "unreachable", "blackhole", "prohibit", "throw")
 """Kinds of routes by which nothing is sent to another node."""
@@ -100,8 +101,8 @@ def parse_proc_route(text: str) -> tuple[NetworkRoute, ...]:
 def routes_of_report(report: Mapping[str, Any]) -> tuple[NetworkRoute, ...] | None:
     """The routes that a report tells of; None where it tells none."""
     try:
-        return tuple(NetworkRoute(**one) for one in report["routes"]) or None
-    except (KeyError, TypeError):
+        return tuple(parse_typed(NetworkRoute, values) for values in report.get("routes") or ()) or None
+    except (WrongValue, TypeError):
         return None
 
 

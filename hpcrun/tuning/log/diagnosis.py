@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hpcrun.specs.yaml import load_yaml
 from hpcrun.tuning.log.nccl_log import NcclLog, NcclLogLine
@@ -20,7 +20,6 @@ from hpcrun.tuning.log.nccl_messages import (
 from hpcrun.tuning.log.view import meanings_in_context
 
 MeaningLevel = Literal["error", "slow", "follows", "harmless", "unknown"]
-MEANING_LEVELS: tuple[MeaningLevel, ...] = get_args(MeaningLevel)
 _TABLE = Path(__file__).with_name("nccl_warnings.yaml")
 _WARNINGS = ("WARN", "TORCH")
 _READ = (*_WARNINGS, "RDMA")

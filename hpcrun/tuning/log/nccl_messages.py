@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from hpcrun.tuning.registry.registry import Version, parse_version
+from hpcrun.typed_json import parse_typed
 
 NcclSubsystem = Literal[
     "bootstrap",
@@ -32,9 +33,6 @@ NcclSubsystem = Literal[
 ]
 MessageOwner = Literal["ours", "theirs", "system"]
 MessageRole = Literal["cause", "follows", "harmless"]
-_SUBSYSTEMS: dict[str, NcclSubsystem] = {name: name for name in get_args(NcclSubsystem)}
-_WHOSE: dict[str, MessageOwner] = {name: name for name in get_args(MessageOwner)}
-_ROLES: dict[str, MessageRole] = {name: name for name in get_args(MessageRole)}
 MESSAGE_TABLE = Path(__file__).with_name("nccl_messages.tsv")
 _SHORT = 10
 """Letters of a fragment that tell a message where the line's file is unknown or of the same subsystem."""
@@ -114,14 +112,6 @@ def _places() -> dict[str, NcclSubsystem]:
 
 
 def _parse_message(cells: list[str]) -> NcclMessage:
-    fragment, files, first, last, subsystem, whose, role, meaning = cells
-    return NcclMessage(
-        fragment,
-        tuple(files.split(",")),
-        parse_version(first, MESSAGE_TABLE.name),
-        parse_version(last, MESSAGE_TABLE.name),
-        _SUBSYSTEMS[subsystem],
-        _WHOSE[whose],
-        _ROLES[role],
-        meaning,
-    )
+    values = dict(zip(NcclMessage.__dataclass_fields__, cells, strict=True))
+    releases = {key: parse_version(values[key], MESSAGE_TABLE.name) for key in ("first", "last")}
+    return parse_typed(NcclMessage, {**values, **releases, "files": values["files"].split(",")})

@@ -83,9 +83,6 @@ class ExpectedPerformance:
     bw_GBps: float
 
 
-NcclExpectations = Mapping[tuple[Algo, Proto], ExpectedPerformance]
-
-
 def predict_nccl_performance(
     machine: NcclMachine, collective: NcclCollective
 ) -> dict[tuple[Algo, Proto], ExpectedPerformance]:

@@ -38,7 +38,6 @@ ELIGIBLE_ALGORITHMS: Mapping[str, frozenset[str]] = {
     "allreduce": frozenset({"ring", "tree", "collnet", "collnetchain", "collnetdirect", "nvls", "nvlstree"}),
 }
 """Which algorithms a function has at all."""
-SIMPLE_ONLY_ALGORITHMS = frozenset({"collnet", "collnetchain", "collnetdirect", "nvls", "nvlstree", "pat"})
 
 PER_FUNCTION_SINCE: Version = (2, 24)
 """From here on functions can be named, and a word that is not known is fatal."""

@@ -18,6 +18,8 @@ Version = tuple[int, ...]
 
 FIRST_VERSION: Version = (0,)
 _VERSION = re.compile(r"v?(\d{1,3}(?:\.\d{1,3}){1,3})(?:[-+].*|\.post\d+)?", re.A)
+_TEXT_FIELDS = ("left", "instead", "effect", "danger", "source")
+_RELEASE_FIELDS = ("since", "removed", "deprecated", "after")
 UNDOCUMENTED = "Documented nowhere we know; internal or undocumented."
 _CLOSE = 0.84
 """From this likeness on a name is taken for a slip of the pen."""
@@ -99,7 +101,7 @@ class LookalikeVariable(NamedTuple):
     """A name in NCCL's manner that NCCL does not read."""
 
     name: str
-    reader: str
+    reader: str = ""
     """Who does; empty: nobody that we know."""
     instead: str = ""
     text: str = ""
@@ -150,9 +152,8 @@ def variable_registry() -> VariableRegistry:
 
 def _parse_registry(raw: dict[str, Any]) -> VariableRegistry:
     library = parse_version(raw["library"], "registry.yaml library")
-    variables = {
-        name: _parse_variable(name, entry) for name, entry in (raw["variables"] | raw["others"]).items()
-    }
+    described = raw["variables"] | raw["others"]
+    variables = {name: _parse_variable(name, entry) for name, entry in described.items()}
     for name, default in raw["undocumented"].items():
         variables[name] = CommVariable(
             name,
@@ -163,42 +164,30 @@ def _parse_registry(raw: dict[str, Any]) -> VariableRegistry:
             source="library",
         )
     symbols = {name: what for what, names in raw["symbols"].items() for name in names.split()}
-    lookalikes = {
-        name: LookalikeVariable(
-            name, entry.get("reader", ""), entry.get("instead", ""), entry.get("text", "")
-        )
-        for name, entry in raw["lookalikes"].items()
-    }
+    lookalikes = {name: LookalikeVariable(name, **entry) for name, entry in raw["lookalikes"].items()}
     return VariableRegistry(library, variables, symbols, lookalikes, raw["families"])
 
 
 def _parse_variable(name: str, entry: dict[str, Any]) -> CommVariable:
-    owner = entry.get("owner", "nccl")
     rules = (
-        VersionedValue(one.version, re.sub(r",\s+", ",", one.value))
-        for one in _parse_history(entry.get("values"))
+        VersionedValue(version, re.sub(r",\s+", ",", value))
+        for version, value in _parse_history(entry.get("values"))
+    )
+    texts = {key: entry[key] for key in ("owner", "ranks", *_TEXT_FIELDS) if key in entry}
+    since, removed, deprecated, after = (
+        parse_version(entry[key], "registry.yaml") if key in entry else None for key in _RELEASE_FIELDS
     )
     return CommVariable(
         name,
-        owner,
-        entry.get("class", "leave"),
-        entry.get("ranks", "same"),
-        since=_parse_release(entry.get("since")),
-        removed=_parse_release(entry.get("removed")),
-        deprecated=_parse_release(entry.get("deprecated")),
-        after=_parse_release(entry.get("after")),
+        kind=entry.get("class", "leave"),
+        since=since,
+        removed=removed,
+        deprecated=deprecated,
+        after=after,
         values=tuple(rules),
         default=_parse_history(entry.get("default")),
-        left=entry.get("left", ""),
-        instead=entry.get("instead", ""),
-        effect=entry.get("effect", ""),
-        danger=entry.get("danger", ""),
-        source=entry.get("source", f"documentation of {owner}"),
+        **{"source": f"documentation of {entry.get('owner', 'nccl')}", **texts},
     )
-
-
-def _parse_release(text: str | None) -> Version | None:
-    return parse_version(text, "registry.yaml") if text else None
 
 
 def _parse_history(given: str | dict[str, str] | None) -> ValueHistory:
