@@ -139,9 +139,8 @@ def _units_of(table: Mapping[str, Any], where: str) -> Iterator[TopologyUnit]:
         elif below is None or isinstance(below, str):
             yield TopologyUnit("switch", name, below or "")
         else:
-            raise UsageError(
-                f"{where} {name}: must be a list of nodes such as n[01-04], or leaves with their nodes"
-            )
+            text = f"{where} {name}: must be a list of nodes such as n[01-04], or leaves with their nodes"
+            raise UsageError(text)
 
 
 def fabric_from_names(

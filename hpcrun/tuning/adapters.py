@@ -74,13 +74,8 @@ def find_unused_adaptive_routing(
     if names and level not in levels:
         told = ", ".join(map(str, levels))
         text = f"NCCL sends on service level {level}, and adaptive routing is on {told}: it does not get it"
-        yield Finding(
-            "warning",
-            "routing",
-            ", ".join(names),
-            text,
-            f"network.service_level: {levels[0]}, if jobs may use it",
-        )
+        remedy = f"network.service_level: {levels[0]}, if jobs may use it"
+        yield Finding("warning", "routing", ", ".join(names), text, remedy)
 
 
 def find_missing_topology_file(

@@ -216,28 +216,19 @@ def _advise_address_family(situation: AdviceContext) -> Iterator[CommSetting]:
     if network.address_family is not None:
         reason = "the adapters' addresses are of this family; NCCL finds the index of one by itself"
         value = _FAMILIES[network.address_family]
-        yield CommSetting(
-            "NCCL_IB_ADDR_FAMILY", value, reason, "profile: network.address_family", _FAMILY_SINCE
-        )
+        source = "profile: network.address_family"
+        yield CommSetting("NCCL_IB_ADDR_FAMILY", value, reason, source, _FAMILY_SINCE)
     else:
         yield from _family_of_nodes(situation)
     if network.address_range is not None:
         reason = "adapters have addresses in several networks, and this is the one between nodes"
-        yield CommSetting(
-            "NCCL_IB_ADDR_RANGE",
-            network.address_range,
-            reason,
-            "profile: network.address_range",
-            _RANGE_SINCE,
-        )
+        source = "profile: network.address_range"
+        yield CommSetting("NCCL_IB_ADDR_RANGE", network.address_range, reason, source, _RANGE_SINCE)
     if network.nccl_topology is not None:
         reason = "virtual machines hide which adapter is near which GPU; this file says it"
+        source = "profile: network.nccl_topology"
         yield CommSetting(
-            "NCCL_TOPO_FILE",
-            expand_profile_path(network.nccl_topology),
-            reason,
-            "profile: network.nccl_topology",
-            _TOPOLOGY_SINCE,
+            "NCCL_TOPO_FILE", expand_profile_path(network.nccl_topology), reason, source, _TOPOLOGY_SINCE
         )
 
 
@@ -246,16 +237,14 @@ def _family_of_nodes(situation: AdviceContext) -> Iterator[CommSetting]:
     ports = [port for node in situation.reports for port in _used_ports(situation, node)]
     if find_routable_family(ports) == "AF_INET6":
         reason = "the adapters have IPv6 addresses only; by itself NCCL would take a link-local one"
-        yield CommSetting(
-            "NCCL_IB_ADDR_FAMILY", "AF_INET6", reason, "doctor's reports of the nodes", _FAMILY_SINCE
-        )
+        source = "doctor's reports of the nodes"
+        yield CommSetting("NCCL_IB_ADDR_FAMILY", "AF_INET6", reason, source, _FAMILY_SINCE)
 
 
 def _advise_fabric_facts(kind: FabricKind | None) -> Iterator[CommSetting]:
     for one in kind.settings if kind else ():
-        yield CommSetting(
-            one.name, one.value, one.reason, f"fabric {kind.name}: {kind.source}" if kind else "", one.needs
-        )
+        source = f"fabric {kind.name}: {kind.source}" if kind else ""
+        yield CommSetting(one.name, one.value, one.reason, source, one.needs)
 
 
 def _used_ports(situation: AdviceContext, node: str) -> list[Any]:

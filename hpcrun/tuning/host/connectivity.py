@@ -47,9 +47,8 @@ def check_connectivity(
     found = []
     for one in culprits:
         text = f"{one.failed} of its {one.tried} connections over {interface} fail: {one.why}"
-        found.append(
-            Finding("error", "connection", one.node, text, "a firewall, a route or a cable of this node")
-        )
+        remedy = "a firewall, a route or a cable of this node"
+        found.append(Finding("error", "connection", one.node, text, remedy))
     for (a, b), why in pairs.items():
         text = f"does not reach {b} over {interface}: {why}"
         found.append(Finding("error", "connection", a, text, "a route or a firewall between the two"))

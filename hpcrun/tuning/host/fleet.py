@@ -27,9 +27,8 @@ def compare_nodes(reports: Mapping[str, NodeFacts], interface: str | None = None
     `interface` is the one of the profile, over which the nodes have to reach each other.
     """
     if len(reports) < 2:
-        raise UsageError(
-            f"{len(reports)} report(s): it takes two nodes to compare; `hpcrun doctor --all` makes them"
-        )
+        text = f"{len(reports)} report(s): it takes two nodes to compare; `hpcrun doctor --all` makes them"
+        raise UsageError(text)
     found = [
         finding
         for what, read, severity in _EQUAL
@@ -265,9 +264,8 @@ def _common_network(reports: Mapping[str, NodeFacts], interface: str | None) -> 
         elif interface:
             yield Finding("error", "interface", node, f"{interface} has no address here, or is missing")
     if not networks:
-        yield Finding(
-            "unknown", "interface", "all", "no addresses are known: whether the nodes reach each other is not"
-        )
+        text = "no addresses are known: whether the nodes reach each other is not"
+        yield Finding("unknown", "interface", "all", text)
         return
     if set.intersection(*networks.values()):
         return
@@ -275,14 +273,8 @@ def _common_network(reports: Mapping[str, NodeFacts], interface: str | None) -> 
     odd = {node: found for node, found in networks.items() if usual not in found}
     if count * 2 <= len(networks):
         text = f"{len(odd)} of {len(networks)} nodes stand in other networks than {usual}"
-        yield Finding(
-            "note",
-            "interface",
-            _folded(iter(odd)),
-            text,
-            "one network a rack is fine where routes exist",
-            "low",
-        )
+        remedy = "one network a rack is fine where routes exist"
+        yield Finding("note", "interface", _folded(iter(odd)), text, remedy, "low")
         return
     for node, found in odd.items():
         text = f"stands in {', '.join(sorted(found))}, {count} others in {usual}"

@@ -139,9 +139,8 @@ def _wrong_results(standing: PairResults) -> Iterator[Finding]:
     for trial in standing.trials:
         if trial.is_wrong:
             text = "gave wrong results with each other"
-            yield Finding(
-                "error", "pair", " and ".join(trial.nodes), text, "take both out, and try each anew"
-            )
+            remedy = "take both out, and try each anew"
+            yield Finding("error", "pair", " and ".join(trial.nodes), text, remedy)
 
 
 def _slow_nodes(standing: PairResults) -> Iterator[Finding]:
@@ -162,9 +161,8 @@ def _slow_paths(standing: PairResults) -> Iterator[Finding]:
         text = f"reach {trial.rate_GBps:.4g} GB/s, {share:.0%} of what both do with others"
         subject = " and ".join(trial.nodes)
         if not _HALVED[0] <= share <= _HALVED[1]:
-            yield Finding(
-                "warning", "pair", subject, text, "try them again; then look at the links between", "low"
-            )
+            remedy = "try them again; then look at the links between"
+            yield Finding("warning", "pair", subject, text, remedy, "low")
             continue
         count = trial.queue_pairs
         how = f"{count} queue pair{'s' * (count > 1)} a connection" if count else "1 queue pair, unless set"
@@ -183,14 +181,12 @@ def _undecided_nodes(standing: PairResults) -> Iterator[Finding]:
         return
     if standing.trials and not stuck and standing.suspects:
         text = "there is nothing to compare their trials with"
-        yield Finding(
-            "unknown", "pair", ", ".join(standing.suspects), text, "say with --at-least what is well"
-        )
+        remedy = "say with --at-least what is well"
+        yield Finding("unknown", "pair", ", ".join(standing.suspects), text, remedy)
     if stuck:
         text = "were slow in all their trials, and nobody is left who could tell which of them it is"
-        yield Finding(
-            "unknown", "pair", ", ".join(stuck), text, "try them with a node that is known to be good"
-        )
+        remedy = "try them with a node that is known to be good"
+        yield Finding("unknown", "pair", ", ".join(stuck), text, remedy)
 
 
 def parse_pair_trials(text: str, name: str) -> tuple[PairTrial, ...]:

@@ -75,19 +75,15 @@ def find_plugin_folder(path: str) -> str | None:
 def _sockets(view: SettingsView) -> Iterator[Finding]:
     threads, sockets = view.number("NCCL_SOCKET_NTHREADS"), view.number("NCCL_NSOCKS_PERTHREAD")
     if threads and sockets and threads * sockets > 64:
-        yield make_error(
-            "NCCL_NSOCKS_PERTHREAD",
-            f"{threads} threads × {sockets} sockets are {threads * sockets}; 64 are allowed",
-        )
+        text = f"{threads} threads × {sockets} sockets are {threads * sockets}; 64 are allowed"
+        yield make_error("NCCL_NSOCKS_PERTHREAD", text)
 
 
 def _queue_pairs(view: SettingsView) -> Iterator[Finding]:
     split, pairs = view.number("NCCL_IB_SPLIT_DATA_ON_QPS"), view.number("NCCL_IB_QPS_PER_CONNECTION")
     if split is not None and (pairs or 1) == 1:
-        yield make_warning(
-            "NCCL_IB_SPLIT_DATA_ON_QPS",
-            "does nothing with one queue pair; NCCL_IB_QPS_PER_CONNECTION is not above 1",
-        )
+        text = "does nothing with one queue pair; NCCL_IB_QPS_PER_CONNECTION is not above 1"
+        yield make_warning("NCCL_IB_SPLIT_DATA_ON_QPS", text)
     elif split is None and pairs is not None and pairs > 1:
         default = value_in_release(
             variable_registry().variables["NCCL_IB_SPLIT_DATA_ON_QPS"].default, view.version
@@ -127,9 +123,8 @@ def _no_infiniband(view: SettingsView) -> Iterator[Finding]:
     if off and net == "ib":
         yield make_error("NCCL_NET", "is IB while NCCL_IB_DISABLE=1 turns it off; take one of them out")
     elif net not in ("", "ib", "socket") and (view.text("NCCL_NET_PLUGIN") or "").lower() == "none":
-        yield make_error(
-            "NCCL_NET", f"{quote_value(named)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none"
-        )
+        text = f"{quote_value(named)} comes from a plugin, and NCCL_NET_PLUGIN=none loads none"
+        yield make_error("NCCL_NET", text)
     if off or net == "socket":
         why = "NCCL_IB_DISABLE=1" if off else "NCCL_NET=Socket"
         for name in view.settings:
@@ -155,10 +150,8 @@ def _bounds(view: SettingsView) -> Iterator[Finding]:
             yield make_error(f"NCCL_MIN_{what}", f"{low} is above NCCL_MAX_{what}={high}")
     for end in ("MIN", "MAX"):
         if view.text(f"NCCL_{end}_CTAS") and view.text(f"NCCL_{end}_NCHANNELS"):
-            yield make_warning(
-                f"NCCL_{end}_NCHANNELS",
-                f"stands beside NCCL_{end}_CTAS; the tighter of the two holds: keep that one",
-            )
+            text = f"stands beside NCCL_{end}_CTAS; the tighter of the two holds: keep that one"
+            yield make_warning(f"NCCL_{end}_NCHANNELS", text)
         if view.text(f"NCCL_{end}_NRINGS") and view.text(f"NCCL_{end}_NCHANNELS"):
             yield make_warning(f"NCCL_{end}_NRINGS", f"is ignored beside NCCL_{end}_NCHANNELS")
 
@@ -168,9 +161,8 @@ def _chunks(view: SettingsView) -> Iterator[Finding]:
     step = buffer // _STEPS
     chunk = view.number("NCCL_CHUNK_SIZE")
     if chunk is not None and chunk >= _MIB:
-        yield make_warning(
-            "NCCL_CHUNK_SIZE", f"{chunk}: from 1 MiB on results have been wrong, with Xid 31; stay below"
-        )
+        text = f"{chunk}: from 1 MiB on results have been wrong, with Xid 31; stay below"
+        yield make_warning("NCCL_CHUNK_SIZE", text)
     for name in ("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE"):
         size = view.number(name)
         if size is not None and size > step and (view.version is None or view.since(2, 19)):
@@ -191,15 +183,13 @@ def _adaptive_routing(view: SettingsView) -> Iterator[Finding]:
         return
     buffer = view.number("NCCL_BUFFSIZE") or view.default("NCCL_BUFFSIZE") or 0
     if threshold > buffer:
-        yield make_warning(
-            name, f"{threshold} is above NCCL_BUFFSIZE {buffer}: no message uses adaptive routing"
-        )
+        text = f"{threshold} is above NCCL_BUFFSIZE {buffer}: no message uses adaptive routing"
+        yield make_warning(name, text)
     elif view.number("NCCL_IB_ADAPTIVE_ROUTING") == 0:
         yield make_warning(name, "does nothing: NCCL_IB_ADAPTIVE_ROUTING=0 sends each message in one piece")
     elif view.number("NCCL_IB_OOO_RQ") == 1 and (view.version is None or view.since(2, 30)):
-        yield make_warning(
-            name, "is not looked at: NCCL_IB_OOO_RQ=1 lets data and its notice arrive in any order"
-        )
+        text = "is not looked at: NCCL_IB_OOO_RQ=1 lets data and its notice arrive in any order"
+        yield make_warning(name, text)
     elif threshold < _ROUTED_FROM:
         sizes = "all messages" if threshold <= 0 else f"messages of {threshold} to {_ROUTED_FROM} bytes"
         roce = (
@@ -239,14 +229,13 @@ def _algorithms(view: SettingsView) -> Iterator[Finding]:
         other = parse_nccl_selection("NCCL_PROTO", proto, view.version)
         lost = sorted(set(other.chosen) - set(chosen.chosen)) if other.is_valid else []
         if lost:
-            yield make_error(
-                "NCCL_ALGO",
+            text = (
                 f"chooses nothing for {', '.join(lost)}, which NCCL_PROTO={quote_value(proto)}"
                 " covers: from 2.31"
-                f" on they have no algorithm",
-                f"write {quote_value(f'ring,tree;{algo}')}",
-                f"ring,tree;{algo}",
+                f" on they have no algorithm"
             )
+            remedy = f"write {quote_value(f'ring,tree;{algo}')}"
+            yield make_error("NCCL_ALGO", text, remedy, f"ring,tree;{algo}")
 
 
 def _symmetric(view: SettingsView) -> Iterator[Finding]:
@@ -274,11 +263,10 @@ def _protocols(view: SettingsView) -> Iterator[Finding]:
             and function not in functions_without_choice(algorithms)
         )
         if simple and "simple" not in protocols.chosen.get(function, frozenset({"simple"})):
-            yield make_error(
-                "NCCL_PROTO",
-                f"{quote_value(proto)} leaves {function} nothing: {', '.join(sorted(left))} know"
-                " Simple alone",
+            text = (
+                f"{quote_value(proto)} leaves {function} nothing: {', '.join(sorted(left))} know Simple alone"
             )
+            yield make_error("NCCL_PROTO", text)
 
 
 def _memory(view: SettingsView) -> Iterator[Finding]:
@@ -287,9 +275,8 @@ def _memory(view: SettingsView) -> Iterator[Finding]:
     if view.number("NCCL_P2P_DISABLE") == 1 and view.text("NCCL_P2P_LEVEL"):
         yield make_warning("NCCL_P2P_LEVEL", "is not looked at: NCCL_P2P_DISABLE=1")
     if view.number("NCCL_P2P_DISABLE") == 1 and view.number("NCCL_SHM_DISABLE") == 1:
-        yield make_warning(
-            "NCCL_SHM_DISABLE", "with NCCL_P2P_DISABLE sends all traffic of a node through its NIC"
-        )
+        text = "with NCCL_P2P_DISABLE sends all traffic of a node through its NIC"
+        yield make_warning("NCCL_SHM_DISABLE", text)
     if view.number("NCCL_MULTI_RANK_GPU_ENABLE") == 1 and view.number("NCCL_NVLS_ENABLE") == 1:
         text = "is 1, which fails at start with several ranks on a GPU"
         yield make_error("NCCL_NVLS_ENABLE", text, "use 2 or 0", "2")
@@ -298,9 +285,8 @@ def _memory(view: SettingsView) -> Iterator[Finding]:
         view.number("NCCL_GRAPH_STREAM_ORDERING"),
     )
     if mixing == 1 and ordering == 0:
-        yield make_warning(
-            "NCCL_GRAPH_STREAM_ORDERING", "is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"
-        )
+        text = "is 0, and that does not go with NCCL_GRAPH_MIXING_SUPPORT=1"
+        yield make_warning("NCCL_GRAPH_STREAM_ORDERING", text)
 
 
 def _partition(view: SettingsView) -> Iterator[Finding]:
@@ -330,14 +316,11 @@ def _interfaces(view: SettingsView) -> Iterator[Finding]:
     ours, gloo = view.text("NCCL_SOCKET_IFNAME"), view.text("GLOO_SOCKET_IFNAME")
     if gloo:
         if gloo[0] in "^=":
-            yield make_error(
-                "GLOO_SOCKET_IFNAME", f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names"
-            )
+            text = f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names"
+            yield make_error("GLOO_SOCKET_IFNAME", text)
         elif ours and not any(parse_device_list(ours).takes(one) for one in gloo.split(",")):
-            yield make_warning(
-                "GLOO_SOCKET_IFNAME",
-                f"is {quote_value(gloo)}, which NCCL_SOCKET_IFNAME {quote_value(ours)} leaves out",
-            )
+            text = f"is {quote_value(gloo)}, which NCCL_SOCKET_IFNAME {quote_value(ours)} leaves out"
+            yield make_warning("GLOO_SOCKET_IFNAME", text)
     entries = (view.text("UCX_NET_DEVICES") or "").split(",")
     bare = re.compile(r"mlx5_\d+|bnxt_re\d+")
     with_ports = ",".join(f"{entry}:1" if bare.fullmatch(entry) else entry for entry in entries)
@@ -352,12 +335,8 @@ def _debugging(view: SettingsView) -> Iterator[Finding]:
     if view.text("NCCL_DEBUG_SUBSYS") and level not in ("INFO", "TRACE") and "INFO" not in levels:
         yield make_note("NCCL_DEBUG_SUBSYS", "does nothing until NCCL_DEBUG is INFO or TRACE")
     if path and path not in ("/dev/stdout", "/dev/stderr") and "%p" not in path:
-        yield make_warning(
-            "NCCL_DEBUG_FILE",
-            "ranks write over each other's file",
-            f"write {quote_value(f'{path}.%h.%p')}",
-            f"{path}.%h.%p",
-        )
+        text = "ranks write over each other's file"
+        yield make_warning("NCCL_DEBUG_FILE", text, f"write {quote_value(f'{path}.%h.%p')}", f"{path}.%h.%p")
 
 
 def _old_detours(view: SettingsView) -> Iterator[Finding]:
@@ -377,9 +356,8 @@ def _ras(view: SettingsView) -> Iterator[Finding]:
     version = view.version
     if version is not None and version in _RAS_CRASHES and view.number("NCCL_RAS_ENABLE") != 0:
         release = format_version(version)
-        yield make_note(
-            "NCCL_RAS_ENABLE", f"asking the RAS thread of {release} has ended jobs; 0 turns it off"
-        )
+        text = f"asking the RAS thread of {release} has ended jobs; 0 turns it off"
+        yield make_note("NCCL_RAS_ENABLE", text)
 
 
 def _torch(view: SettingsView) -> Iterator[Finding]:
@@ -388,9 +366,8 @@ def _torch(view: SettingsView) -> Iterator[Finding]:
             yield make_warning(f"NCCL_{name}", f"stands beside TORCH_NCCL_{name}, its new name; take it out")
     waits = view.number("TORCH_NCCL_BLOCKING_WAIT") == 1 or view.number("NCCL_BLOCKING_WAIT") == 1
     if waits and (view.number("TORCH_NCCL_ASYNC_ERROR_HANDLING") or 0) > 0:
-        yield make_warning(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "does nothing beside TORCH_NCCL_BLOCKING_WAIT=1"
-        )
+        text = "does nothing beside TORCH_NCCL_BLOCKING_WAIT=1"
+        yield make_warning("TORCH_NCCL_ASYNC_ERROR_HANDLING", text)
 
 
 def _open_mpi(view: SettingsView) -> Iterator[Finding]:
@@ -399,10 +376,8 @@ def _open_mpi(view: SettingsView) -> Iterator[Finding]:
         view.number("OMPI_MCA_coll_tuned_use_dynamic_rules"),
     )
     if rules and use != 1:
-        yield make_error(
-            "OMPI_MCA_coll_tuned_dynamic_rules_filename",
-            "is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1",
-        )
+        text = "is not read: OMPI_MCA_coll_tuned_use_dynamic_rules is not 1"
+        yield make_error("OMPI_MCA_coll_tuned_dynamic_rules_filename", text)
     elif rules and view.number("OMPI_MCA_coll_han_priority") != 0:
         yield make_note(
             "OMPI_MCA_coll_tuned_dynamic_rules_filename",

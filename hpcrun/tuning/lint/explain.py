@@ -157,9 +157,8 @@ def explain_variable(name: str, report: LintReport, version: Version | None) -> 
     """What is known of a name, also without its NCCL_ and in small letters; UsageError where it is none."""
     known = variable_registry().variables
     if not _NAME.fullmatch(name):
-        raise UsageError(
-            f"{quote_value(name)} is no name of a variable; write letters, digits and _, as NCCL_IB_TC"
-        )
+        text = f"{quote_value(name)} is no name of a variable; write letters, digits and _, as NCCL_IB_TC"
+        raise UsageError(text)
     for guess in (name, name.upper(), f"NCCL_{name.upper()}"):
         if guess in known or guess in variable_registry().lookalikes or guess in variable_registry().symbols:
             name = guess

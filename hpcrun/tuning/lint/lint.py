@@ -210,9 +210,8 @@ def check_assignment(
         instead = f"; use {known.instead}" if known.instead else ""
         yield make_note(known.name, f"is deprecated since {format_version(known.deprecated)}{instead}")
     if known.kind == "undocumented":
-        yield make_note(
-            known.name, "is read by the library and documented nowhere we know; leave it unless you know why"
-        )
+        text = "is read by the library and documented nowhere we know; leave it unless you know why"
+        yield make_note(known.name, text)
     if setting.value is None:
         yield make_note(known.name, "is computed by the shell, so that its value is not checked")
         return
@@ -237,16 +236,14 @@ def _unknown(name: str) -> Iterator[Finding]:
     close = variable_registry().nearest(name)
     if name.startswith(("TORCH_NCCL_", "RCCL_")):
         hint = f"; did you mean {close}?" if close else ""
-        yield make_warning(
-            name, f"is not known; {name.partition('_')[0]} reads more than is known here{hint}"
-        )
+        text = f"is not known; {name.partition('_')[0]} reads more than is known here{hint}"
+        yield make_warning(name, text)
     elif close:
         yield make_error(name, f"is not known, and NCCL never complains about that; did you mean {close}?")
     else:
         library = format_version(variable_registry().library)
-        yield make_warning(
-            name, f"is not known: no NCCL up to {library} reads it, and nobody else that we know"
-        )
+        text = f"is not known: no NCCL up to {library} reads it, and nobody else that we know"
+        yield make_warning(name, text)
 
 
 def _lookalike_issue(found: LookalikeVariable) -> Finding:

@@ -74,12 +74,8 @@ def _differences(name: str, dumps: Sequence[RankEnvironment]) -> Iterator[Findin
     ):
         on_node = _by_value(name, list(members))
         if node and len(on_node) > 1:
-            yield Finding(
-                "error",
-                "variable",
-                name,
-                f"differs between ranks of one node ({node}): {_describe_groups(on_node)}",
-            )
+            text = f"differs between ranks of one node ({node}): {_describe_groups(on_node)}"
+            yield Finding("error", "variable", name, text)
     if name == "NCCL_IB_HCA":
         yield from _adapters(groups)
     elif name == "NCCL_IB_GID_INDEX":
@@ -132,19 +128,11 @@ def _adapters(groups: Mapping[str | None, Sequence[RankEnvironment]]) -> Iterato
     if len({len(one) for one in lists}) > 1:
         yield Finding("error", "variable", "NCCL_IB_HCA", f"names different numbers of adapters: {told}")
     elif len({frozenset(one) for one in lists}) == 1:
-        yield Finding(
-            "warning",
-            "variable",
-            "NCCL_IB_HCA",
-            f"has the same adapters in another order, so rails cross: {told}",
-        )
+        text = f"has the same adapters in another order, so rails cross: {told}"
+        yield Finding("warning", "variable", "NCCL_IB_HCA", text)
     else:
-        yield Finding(
-            "note",
-            "variable",
-            "NCCL_IB_HCA",
-            f"differs between nodes: {told}; see that the rails are the same",
-        )
+        text = f"differs between nodes: {told}; see that the rails are the same"
+        yield Finding("note", "variable", "NCCL_IB_HCA", text)
 
 
 def _plugins(dumps: Sequence[RankEnvironment]) -> Iterator[Finding]:

@@ -332,9 +332,8 @@ def _power_of_two(ground: AlphaBetaInput) -> bool:
 
 def _require_known_levels(fabric: Fabric) -> None:
     if not fabric.levels:
-        raise UsageError(
-            "no network is known here: --platform with `levels`, or a cluster profile with topology.levels"
-        )
+        text = "no network is known here: --platform with `levels`, or a cluster profile with topology.levels"
+        raise UsageError(text)
     for level in fabric.levels:
         missing = [
             key

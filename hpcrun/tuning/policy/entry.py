@@ -91,14 +91,12 @@ def make_policy_row(
 def _require_sound(run: BenchmarkRun) -> None:
     found = run.found
     if not found.times_us:
-        raise UsageError(
-            f"{run.name}: holds no times of nccl-tests; give what all_reduce_perf or another printed"
-        )
+        text = f"{run.name}: holds no times of nccl-tests; give what all_reduce_perf or another printed"
+        raise UsageError(text)
     if found.is_wrong:
         where = f" ({found.wrong[0].size_bytes} bytes)" if found.wrong else ""
-        raise UsageError(
-            f"{run.name}: has wrong results{where}: #wrong is above 0; a wrong result is no gain"
-        )
+        text = f"{run.name}: has wrong results{where}: #wrong is above 0; a wrong result is no gain"
+        raise UsageError(text)
     if found.mixed:
         raise UsageError(f"{run.name}: {found.mixed}")
 
@@ -111,9 +109,8 @@ def _require_stated_settings(
         for run in ours:
             told = run.found.env.get(name)
             if told is not None and not _same(told, value):
-                raise UsageError(
-                    f"{run.name}: ran with {name}={told}, not {value}; give its outputs to --without"
-                )
+                text = f"{run.name}: ran with {name}={told}, not {value}; give its outputs to --without"
+                raise UsageError(text)
         for run in theirs:
             told = run.found.env.get(name)
             if told is not None and _same(told, value):

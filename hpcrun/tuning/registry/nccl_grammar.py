@@ -240,9 +240,8 @@ def check_device_list(variable: str, text: str, version: Version | None, *, port
     devices = parse_device_list(text)
     if text.startswith("=^"):
         meant = "^" + text.replace("^", "", 1)
-        yield make_error(
-            variable, "begins with =^, which matches nothing", f"write {quote_value(meant)}", meant
-        )
+        remedy = f"write {quote_value(meant)}"
+        yield make_error(variable, "begins with =^, which matches nothing", remedy, meant)
         return
     if not devices.entries:
         yield make_error(variable, "names no device, and so takes all")
@@ -307,9 +306,8 @@ def _fields(variable: str, devices: DeviceList, version: Version | None) -> Iter
     for entry in devices.entries:
         whole = ":".join(entry)
         if len(entry) > 4:
-            yield make_error(
-                variable, f"{quote_value(whole)} has too many fields; the form is name:port:rail:plane"
-            )
+            text = f"{quote_value(whole)} has too many fields; the form is name:port:rail:plane"
+            yield make_error(variable, text)
         elif len(entry) > 2 and version is not None and version < _RAILS:
             yield make_error(variable, f"{quote_value(whole)}: rail and plane are read from 2.30 on")
         for what, value in zip(("port", "rail", "plane"), entry[1:], strict=False):
@@ -321,15 +319,11 @@ def _interfaces(variable: str, devices: DeviceList) -> Iterator[Finding]:
     for entry in devices.entries:
         name = entry[0]
         if len(entry) > 1:
-            yield make_error(
-                variable,
-                f"{quote_value(':'.join(entry))}: an interface has no port; a colon ends the name here",
-            )
+            text = f"{quote_value(':'.join(entry))}: an interface has no port; a colon ends the name here"
+            yield make_error(variable, text)
         if len(name) > _LONGEST_INTERFACE:
-            yield make_error(
-                variable, f"{quote_value(name)} is longer than {_LONGEST_INTERFACE}, as no interface can be"
-            )
+            text = f"{quote_value(name)} is longer than {_LONGEST_INTERFACE}, as no interface can be"
+            yield make_error(variable, text)
         if not devices.excludes and _NOWHERE.fullmatch(name):
-            yield make_warning(
-                variable, f"{quote_value(name)} leads to no other host: it does for jobs on one node alone"
-            )
+            text = f"{quote_value(name)} leads to no other host: it does for jobs on one node alone"
+            yield make_warning(variable, text)

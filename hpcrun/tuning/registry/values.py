@@ -83,12 +83,10 @@ def _bytes(name: str, value: str, rest: str) -> Iterator[Finding]:
     if unit:
         meant = int(float(unit[1]) * _SIZES[unit[2].upper()])
         read = _LEADING.match(value)
-        yield make_error(
-            name,
-            f"{quote_value(value)}: units are not read, it counts as {read[0].strip() if read else 0} bytes",
-            f"write {meant}",
-            str(meant),
+        text = (
+            f"{quote_value(value)}: units are not read, it counts as {read[0].strip() if read else 0} bytes"
         )
+        yield make_error(name, text, f"write {meant}", str(meant))
         return
     yield from _int(name, value, rest)
 
@@ -115,12 +113,8 @@ def _enum(name: str, value: str, rest: str) -> Iterator[Finding]:
             remedy = f"write {same[0]}, capitals and blanks count"
             yield make_error(name, f"{quote_value(value)} is not known", remedy, same[0])
         else:
-            yield make_error(
-                name,
-                f"{quote_value(value)} is not known{_nearest(value, allowed)}",
-                "",
-                closest_word(value, allowed),
-            )
+            text = f"{quote_value(value)} is not known{_nearest(value, allowed)}"
+            yield make_error(name, text, "", closest_word(value, allowed))
 
 
 def _ienum(name: str, value: str, rest: str) -> Iterator[Finding]:
@@ -138,9 +132,8 @@ def _words(name: str, value: str, rest: str) -> Iterator[Finding]:
     allowed = {one.upper() for one in rest.split(",")}
     for word in value.removeprefix("^").split(","):
         if word.upper() not in allowed:
-            yield make_warning(
-                name, f"{quote_value(word)} is not known and is left out{_nearest(word, rest.split(','))}"
-            )
+            text = f"{quote_value(word)} is not known and is left out{_nearest(word, rest.split(','))}"
+            yield make_warning(name, text)
 
 
 def _level(name: str, value: str, rest: str) -> Iterator[Finding]:
@@ -156,9 +149,8 @@ def _level(name: str, value: str, rest: str) -> Iterator[Finding]:
         )
     else:
         hint = _nearest(value, _LEVELS)
-        yield make_error(
-            name, f"{quote_value(value)} is not known and ignored{hint}", "", closest_word(value, _LEVELS)
-        )
+        text = f"{quote_value(value)} is not known and ignored{hint}"
+        yield make_error(name, text, "", closest_word(value, _LEVELS))
 
 
 def _cidr(name: str, value: str, rest: str) -> Iterator[Finding]:
