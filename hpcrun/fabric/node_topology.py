@@ -194,12 +194,17 @@ def gpu_nic_proximity(gpus: Iterable[Gpu], nics: Collection[Nic]) -> dict[tuple[
     return {(gpu.index, nic.name): _pci_proximity(gpu, nic) for gpu in gpus for nic in nics}
 
 
-def read_sysfs_line(path: Path) -> str:
-    """What a file of sysfs says; empty where it says nothing."""
+def read_kernel_text(path: Path) -> str:
+    """The text of a file of /proc or /sys; empty where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def read_sysfs_line(path: Path) -> str:
+    """The one line of a file of sysfs."""
+    return read_kernel_text(path).strip()
 
 
 def list_sysfs_entries(folder: Path) -> list[Path]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from hpcrun.fabric.node_topology import NodeTopology, list_sysfs_entries, read_sysfs_line
+from hpcrun.fabric.node_topology import NodeTopology, list_sysfs_entries, read_kernel_text, read_sysfs_line
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _STATE = re.compile(r"[0-9]+:\s*(\w+)")
@@ -18,6 +20,7 @@ _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) Gb/sec")
 _SPEED = re.compile(r"([0-9]+(?:\.[0-9]+)?) GT/s")
 _CLASS = re.compile(r"(?:Global tclass\s*=\s*)?([0-9]{1,3})")
 _UNICAST = re.compile(r"\s*\|-- ([0-9.]+)")
+_HEX = re.compile(r"[0-9A-F]{8}")
 _LOCAL = re.compile(r"\s*/32 host LOCAL")
 
 
@@ -164,9 +167,8 @@ def _read_gids(port: Path) -> tuple[Gid, ...]:
 
 def read_network_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, ...]:
     """The network interfaces, with their addresses."""
-    networks = parse_interface_addresses(
-        _text(root / "proc/net/route"), _text(root / "proc/net/fib_trie"), _text(root / "proc/net/if_inet6")
-    )
+    texts = (read_kernel_text(root / "proc/net" / name) for name in ("route", "fib_trie", "if_inet6"))
+    networks = parse_interface_addresses(*texts)
     found = []
     for folder in list_sysfs_entries(root / "sys/class/net"):
         speed, mtu = read_sysfs_line(folder / "speed"), read_sysfs_line(folder / "mtu")
@@ -185,13 +187,6 @@ def read_network_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, .
     return tuple(sorted(found, key=lambda one: natural_sort_key(one.name)))
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def _kind(folder: Path) -> str:
     if folder.name == "lo":
         return "loopback"
@@ -207,6 +202,26 @@ def _ecn(folder: Path) -> tuple[int, ...] | None:
     return tuple(n for n in range(8) if all(read_sysfs_line(end / str(n)) == "1" for end in ends))
 
 
+class KernelRoute(NamedTuple):
+    """A line of /proc/net/route; addresses as numbers."""
+
+    interface: str
+    network: int
+    gateway: int
+    mask: int
+    flags: str
+    metric: str
+
+
+def parse_kernel_routes(text: str) -> Iterator[KernelRoute]:
+    """The lines of /proc/net/route: the main table of IPv4."""
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) > 7 and all(_HEX.fullmatch(words[at]) for at in (1, 2, 7)):
+            network, gateway, mask = (int.from_bytes(bytes.fromhex(words[at])[::-1]) for at in (1, 2, 7))
+            yield KernelRoute(words[0], network, gateway, mask, words[3], words[6])
+
+
 def parse_interface_addresses(route: str, fib_trie: str, if_inet6: str) -> dict[str, tuple[str, ...]]:
     """The addresses of every interface, by the texts of /proc/net: those of IPv4 first.
 
@@ -214,17 +229,11 @@ def parse_interface_addresses(route: str, fib_trie: str, if_inet6: str) -> dict[
     to its network, which may be several.
     """
     found: dict[str, list[str]] = {}
-    routes = []
-    for line in route.splitlines():
-        words = line.split()
-        if len(words) > 7 and all(re.fullmatch(r"[0-9A-F]{8}", words[at]) for at in (1, 2, 7)):
-            network, gateway, mask = (int.from_bytes(bytes.fromhex(words[at])[::-1]) for at in (1, 2, 7))
-            if mask and not gateway:
-                routes.append((words[0], network, mask))
+    local = [one for one in parse_kernel_routes(route) if one.mask and not one.gateway]
     for address in _local_addresses(fib_trie):
-        for name, network, mask in routes:
-            if int(ipaddress.IPv4Address(address)) & mask == network:
-                found.setdefault(name, []).append(f"{address}/{mask.bit_count()}")
+        for one in local:
+            if int(ipaddress.IPv4Address(address)) & one.mask == one.network:
+                found.setdefault(one.interface, []).append(f"{address}/{one.mask.bit_count()}")
     for line in if_inet6.splitlines():
         words = line.split()
         if len(words) == 6 and re.fullmatch(r"[0-9a-f]{32}", words[0]) and words[5] != "lo":

@@ -12,7 +12,7 @@ from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, parse_cluster
 from hpcrun.specs.settings import CommSetting, CommSettings
 from hpcrun.tuning.advice import AdviceContext, advise_settings
 from hpcrun.tuning.fabrics import load_fabric_kinds
-from hpcrun.tuning.host.checks import HostCheckInput
+from hpcrun.tuning.host.check_input import HostCheckInput
 from hpcrun.tuning.host.doctor_report import examine_host
 from hpcrun.tuning.host.node_report import read_host_report
 from hpcrun.tuning.lint.environment import layer_from_environment

@@ -8,7 +8,8 @@ import pytest
 
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec
 from hpcrun.tuning.advice import AdviceContext, advise_settings
-from hpcrun.tuning.host.checks import HostCheckInput, check_clock_skew, check_host
+from hpcrun.tuning.host.check_input import HostCheckInput
+from hpcrun.tuning.host.checks import check_clock_skew, check_host
 from hpcrun.tuning.host.doctor_report import DoctorReport, examine_host
 from hpcrun.tuning.host.node_report import read_host_report, read_nccl_conf_files
 from tests.tuning.trees import HOSTS, lay_out

@@ -11,7 +11,7 @@ import pytest
 from hpcrun.errors import UsageError
 from hpcrun.finding import Finding
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.host.checks import HostCheckInput
+from hpcrun.tuning.host.check_input import HostCheckInput
 from hpcrun.tuning.host.doctor_report import examine_host, parse_doctor_reports
 from hpcrun.tuning.host.fleet import compare_nodes
 from hpcrun.tuning.host.node_report import read_host_report

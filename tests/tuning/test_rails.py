@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.host.checks import HostCheckInput
+from hpcrun.tuning.host.check_input import HostCheckInput
 from hpcrun.tuning.host.doctor_report import examine_host
 from hpcrun.tuning.host.fleet import compare_nodes
 from hpcrun.tuning.host.node_report import read_host_report

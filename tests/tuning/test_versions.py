@@ -10,7 +10,8 @@ import pytest
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.yaml import load_yaml
 from hpcrun.tuning import versions
-from hpcrun.tuning.host.checks import HostCheckInput, check_host
+from hpcrun.tuning.host.check_input import HostCheckInput
+from hpcrun.tuning.host.checks import check_host
 from hpcrun.tuning.host.node_report import read_host_report
 from hpcrun.tuning.versions import check_versions, list_compatible_pairs, parse_versions
 from tests.tuning.trees import lay_out

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 
 from hpcrun.fabric.ports import NetworkInterface, PciLink, RdmaPort
 from hpcrun.finding import Finding, Severity, sort_findings
-from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.adapters import (
-    find_missing_topology_file,
-    find_single_queue_pair_bonds,
-    find_unused_adaptive_routing,
-    find_unused_ports,
-    find_unused_second_ports,
-)
+from hpcrun.tuning.host.adapters import ADAPTER_CHECKS
+from hpcrun.tuning.host.check_input import HostCheckInput
 from hpcrun.tuning.host.gids import AddressFamily, GidChoice, predict_gid_choice
 from hpcrun.tuning.host.node_report import HostReport
 from hpcrun.tuning.lint.named_files import why_foreign
@@ -33,40 +26,6 @@ _RDMA_MTU = 4200
 """What an Ethernet interface needs so that RoCE can use its largest MTU, 4096."""
 _DMABUF_KERNEL = (5, 12)
 _BRIDGES = ("docker", "virbr", "br-", "cni", "veth")
-
-
-@dataclass(frozen=True)
-class HostCheckInput:
-    """What a node is judged by: what it says, what the site's profile says, which NCCL will run."""
-
-    host: HostReport
-    network: NetworkSpec
-    nccl: tuple[int, ...] | None = None
-    uses_ucx: bool = False
-    advised: Mapping[str, str] = field(default_factory=dict)
-    """What hpcrun sets for jobs by the same profile."""
-    cuda: tuple[int, ...] | None = None
-    """For which NCCL was built, where it is known."""
-
-    @property
-    def environ(self) -> dict[str, str]:
-        """What a job on this node has: its own environment, and what hpcrun adds."""
-        return {**self.advised, **self.host.environ}
-
-    @property
-    def used(self) -> list[RdmaPort]:
-        """The ports that a job is to use: the profile's, else those of NCCL_IB_HCA, else all active ones."""
-        if self.network.hcas:
-            return [port for port in self.host.ports if port.device in self.network.hcas]
-        wanted = parse_device_list(self.host.environ.get("NCCL_IB_HCA", ""))
-        if wanted.entries:
-            return [port for port in self.host.ports if wanted.takes(port.device, port.number)]
-        return [port for port in self.host.ports if port.is_active]
-
-    @property
-    def socket_names(self) -> str:
-        """What NCCL_SOCKET_IFNAME says, or will say by the profile; empty: nothing."""
-        return self.environ.get("NCCL_SOCKET_IFNAME", "")
 
 
 def check_host(question: HostCheckInput) -> tuple[Finding, ...]:
@@ -359,15 +318,6 @@ def _check_affinity(question: HostCheckInput) -> Iterator[Finding]:
         yield Finding("unknown", "affinity", ", ".join(unknown), "the NUMA node is not told")
 
 
-def _check_adapters(question: HostCheckInput) -> Iterator[Finding]:
-    host, network = question.host, question.network
-    yield from find_unused_ports(host, network)
-    yield from find_single_queue_pair_bonds(host, question.used)
-    yield from find_missing_topology_file(host, network, question.used)
-    yield from find_unused_second_ports(host, question.used)
-    yield from find_unused_adaptive_routing(question.environ, network, question.used)
-
-
 def _check_named_files(question: HostCheckInput) -> Iterator[Finding]:
     """What settings name and this node has not, or has from another machine."""
     host = question.host
@@ -395,7 +345,7 @@ def _check_library_versions(question: HostCheckInput) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[[HostCheckInput], Iterator[Finding]], ...] = (
     _check_ports, _check_gids, _check_pci, _check_traffic_classes, _check_mtu, _check_sockets, _check_limits,
-    _check_shared_memory, _check_peer_memory, _check_affinity, _check_adapters, _check_named_files,
+    _check_shared_memory, _check_peer_memory, _check_affinity, *ADAPTER_CHECKS, _check_named_files,
     _check_library_versions,
 )  # fmt: skip
 

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 from hpcrun.errors import UsageError
 from hpcrun.fabric.ports import NetworkInterface, PciLink, RdmaPort
 from hpcrun.finding import Finding
-from hpcrun.tuning.host.checks import HostCheckInput, check_host, predict_port_gid
+from hpcrun.tuning.host.check_input import HostCheckInput
+from hpcrun.tuning.host.checks import check_host, predict_port_gid
 from hpcrun.tuning.host.node_report import HostReport, SharedMemory
 from hpcrun.tuning.host.routes import NetworkRoute
 from hpcrun.tuning.lint.named_files import NamedFile

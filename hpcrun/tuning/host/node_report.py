@@ -6,14 +6,20 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import SiteError
-from hpcrun.fabric.node_topology import NodeTopology, parse_cpu_list, read_node_topology, read_sysfs_line
+from hpcrun.fabric.node_topology import (
+    NodeTopology,
+    parse_cpu_list,
+    read_kernel_text,
+    read_node_topology,
+    read_sysfs_line,
+)
 from hpcrun.fabric.ports import (
     NetworkInterface,
     PciLink,
@@ -127,9 +133,10 @@ def read_host_report(
     host = read_node_topology(root)
     found = read_rdma_ports(root)
     names = read_network_interfaces(root)
-    memory = _memory(_text(root / "proc/meminfo"))
-    modules = _text(root / "proc/modules")
-    own = dict(os.environ) if live else _variables(_text(root / "proc/self/environ"))
+    roce = dict.fromkeys(name for port in found if port.is_roce for name in port.interfaces)
+    memory = _memory(read_kernel_text(root / "proc/meminfo"))
+    modules = read_kernel_text(root / "proc/modules")
+    own = dict(os.environ) if live else _variables(read_kernel_text(root / "proc/self/environ"))
     settings = _read_nccl_conf_settings(root, own)
     environ = {name: one.value or "" for name, one in settings.items()} | {
         name: value for name, value in own.items() if _OURS.match(name)
@@ -144,16 +151,16 @@ def read_host_report(
         interfaces=names,
         links=read_pci_links(root, host),
         routes=_read_routes(root, asked),
-        lossless={name: lossless_priorities(name, asked) for name in _roce_interfaces(found)},
-        limits=parse_limits(_text(root / "proc/self/limits")),
+        lossless={name: lossless_priorities(name, asked) for name in roce},
+        limits=parse_limits(read_kernel_text(root / "proc/self/limits")),
         shm=_read_shared_memory(root, live, memory.get("MemTotal")),
-        allowed=_allowed(_text(root / "proc/self/status")),
+        allowed=_allowed(read_kernel_text(root / "proc/self/status")),
         memory_bytes=memory.get("MemTotal"),
         hugepages=memory.get("HugePages_Total"),
         modules=tuple(sorted(line.split()[0] for line in modules.splitlines() if line.strip())) or None,
-        driver=next(iter(_text(root / "proc/driver/nvidia/version").splitlines()), ""),
+        driver=next(iter(read_kernel_text(root / "proc/driver/nvidia/version").splitlines()), ""),
         libfabric=" ".join(asked("fi_info", "--version").split()),
-        is_virtual=_is_virtual(_text(root / "proc/cpuinfo")),
+        is_virtual=_is_virtual(read_kernel_text(root / "proc/cpuinfo")),
         topology_file=f"/{_TOPOLOGY}" if (root / _TOPOLOGY).is_file() else "",
         environ=environ,
         files=tuple(
@@ -179,24 +186,13 @@ def run_host_command(*words: str) -> str:
 
 def captured_command_runner(root: Path) -> CommandRunner:
     """What the same commands had printed where the tree was captured."""
-    return lambda *words: _text(root / "commands" / " ".join(words).replace("/", "_"))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return lambda *words: read_kernel_text(root / "commands" / " ".join(words).replace("/", "_"))
 
 
 def _read_routes(root: Path, ask: CommandRunner) -> tuple[NetworkRoute, ...]:
     """By `ip route`, which knows more tables than /proc."""
     told = parse_ip_route(ask("ip", "route", "show", "table", "all")) or parse_ip_route(ask("ip", "route"))
-    return told or parse_proc_route(_text(root / "proc/net/route"))
-
-
-def _roce_interfaces(found: Sequence[RdmaPort]) -> list[str]:
-    return list(dict.fromkeys(name for port in found if port.is_roce for name in port.interfaces))
+    return told or parse_proc_route(read_kernel_text(root / "proc/net/route"))
 
 
 def lossless_priorities(interface: str, ask: CommandRunner) -> tuple[int, ...] | None:
@@ -263,12 +259,14 @@ def read_nccl_conf_files(root: Path, environ: Mapping[str, str]) -> dict[str, st
 
 def _read_nccl_conf_settings(root: Path, environ: Mapping[str, str]) -> dict[str, VariableAssignment]:
     paths = nccl_conf_paths(environ.get("NCCL_CONF_FILE"), None, root)
-    found = effective_assignments(resolve_layers([parse_nccl_conf(_text(path), str(path)) for path in paths]))
+    found = effective_assignments(
+        resolve_layers([parse_nccl_conf(read_kernel_text(path), str(path)) for path in paths])
+    )
     return {name: one for name, one in found.items() if one.value is not None and _OURS.match(name)}
 
 
 def _read_shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:
-    size, free = _shm_size(_text(root / "proc/mounts"), memory), None
+    size, free = _shm_size(read_kernel_text(root / "proc/mounts"), memory), None
     if live:
         try:
             usage = shutil.disk_usage("/dev/shm")
@@ -327,7 +325,7 @@ def _mapped_segments(root: Path) -> set[str]:
     except OSError:
         return found
     for entry in entries:
-        maps = _text(Path(entry.path) / "maps")
+        maps = read_kernel_text(Path(entry.path) / "maps")
         found |= set(re.findall(r" /dev/shm/(\S+)", maps))
         try:
             held = [str(one.readlink()) for one in Path(entry.path, "fd").iterdir()]

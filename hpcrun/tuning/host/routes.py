@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpcrun.fabric.ports import parse_kernel_routes
 from hpcrun.finding import Finding
 from hpcrun.typed_json import WrongValue, parse_typed
 
@@ -20,7 +21,6 @@ _UNUSED = ("local", "broadcast", "multicast", "anycast", "unreachable", "blackho
 """Kinds of routes by which nothing is sent to another node."""
 _OWN = ("local", "255")
 """Tables of the node's own addresses."""
-_HEX = re.compile(r"[0-9A-F]{8}")
 _REJECTED = 0x200
 _WORD = re.compile(r"(dev|via|metric|table) (\S+)")
 
@@ -79,23 +79,19 @@ def _destination(word: str, via: str) -> str:
 
 def parse_proc_route(text: str) -> tuple[NetworkRoute, ...]:
     """The same from /proc/net/route: the main table of IPv4."""
-    found = []
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) < 8 or not all(_HEX.fullmatch(words[at]) for at in (1, 2, 7)):
+    routes = []
+    for route in parse_kernel_routes(text):
+        if not re.fullmatch(r"[0-9A-F]{4}", route.flags) or int(route.flags, 16) & _REJECTED:
             continue
-        network, gateway, mask = (int.from_bytes(bytes.fromhex(words[at])[::-1]) for at in (1, 2, 7))
-        if not re.fullmatch(r"[0-9A-F]{4}", words[3]) or int(words[3], 16) & _REJECTED:
-            continue
-        length = mask.bit_count()
-        name = _destination(f"{ipaddress.IPv4Address(network)}/{length}" if length else "default", "")
+        length = route.mask.bit_count()
+        name = _destination(f"{ipaddress.IPv4Address(route.network)}/{length}" if length else "default", "")
         if not name:
             continue
-        via = f" via {ipaddress.IPv4Address(gateway)}" if gateway else ""
-        metric = int(words[6]) if words[6].isdecimal() else 0
-        told = f"{name}{via} dev {words[0]}" + (f" metric {metric}" if metric else "")
-        found.append(NetworkRoute(name, words[0], metric, "main", told))
-    return tuple(found)
+        via = f" via {ipaddress.IPv4Address(route.gateway)}" if route.gateway else ""
+        metric = int(route.metric) if route.metric.isdecimal() else 0
+        line = f"{name}{via} dev {route.interface}" + (f" metric {metric}" if metric else "")
+        routes.append(NetworkRoute(name, route.interface, metric, "main", line))
+    return tuple(routes)
 
 
 def routes_of_report(report: Mapping[str, Any]) -> tuple[NetworkRoute, ...] | None:

@@ -55,9 +55,9 @@ class SettingsView:
             value_in_release(variable_registry().variables[name].default, self.version) or ""
         )
 
-    def since(self, *release: int) -> bool:
-        """Whether the release is known to be at least this one."""
-        return self.version is not None and self.version >= release
+    def may_be_since(self, *release: int) -> bool:
+        """Whether the release is this one or a newer one, or not known."""
+        return self.version is None or self.version >= release
 
 
 def find_conflicts(settings: Mapping[str, VariableAssignment], version: Version | None) -> Iterator[Finding]:
@@ -107,7 +107,7 @@ def _gid(view: SettingsView) -> Iterator[Finding]:
     ]
     for name in others:
         yield make_warning(name, f"is not looked at: NCCL_IB_GID_INDEX={index} chooses the GID")
-    if view.version is None or view.since(2, 21):
+    if view.may_be_since(2, 21):
         newer = "" if view.version else "from 2.21 on "
         yield make_warning(
             "NCCL_IB_GID_INDEX",
@@ -165,7 +165,7 @@ def _chunks(view: SettingsView) -> Iterator[Finding]:
         yield make_warning("NCCL_CHUNK_SIZE", text)
     for name in ("NCCL_P2P_NET_CHUNKSIZE", "NCCL_P2P_PCI_CHUNKSIZE", "NCCL_P2P_NVL_CHUNKSIZE"):
         size = view.number(name)
-        if size is not None and size > step and (view.version is None or view.since(2, 19)):
+        if size is not None and size > step and view.may_be_since(2, 19):
             text = f"{size} is cut to {step}, an eighth of NCCL_BUFFSIZE"
             yield make_note(
                 name, f"{text}; {size * _STEPS} there would let it count, and takes that much memory"
@@ -187,7 +187,7 @@ def _adaptive_routing(view: SettingsView) -> Iterator[Finding]:
         yield make_warning(name, text)
     elif view.number("NCCL_IB_ADAPTIVE_ROUTING") == 0:
         yield make_warning(name, "does nothing: NCCL_IB_ADAPTIVE_ROUTING=0 sends each message in one piece")
-    elif view.number("NCCL_IB_OOO_RQ") == 1 and (view.version is None or view.since(2, 30)):
+    elif view.number("NCCL_IB_OOO_RQ") == 1 and view.may_be_since(2, 30):
         text = "is not looked at: NCCL_IB_OOO_RQ=1 lets data and its notice arrive in any order"
         yield make_warning(name, text)
     elif threshold < _ROUTED_FROM:
@@ -225,7 +225,7 @@ def _algorithms(view: SettingsView) -> Iterator[Finding]:
                 alone = left <= names
                 say = make_error if alone else make_warning
                 yield say("NCCL_ALGO", f"asks for {', '.join(wanted)}, which {switch} has turned off")
-    if chosen and proto and chosen.is_valid and (view.version is None or view.since(*FROM_EMPTY_SINCE)):
+    if chosen and proto and chosen.is_valid and view.may_be_since(*FROM_EMPTY_SINCE):
         other = parse_nccl_selection("NCCL_PROTO", proto, view.version)
         lost = sorted(set(other.chosen) - set(chosen.chosen)) if other.is_valid else []
         if lost:
@@ -240,7 +240,7 @@ def _algorithms(view: SettingsView) -> Iterator[Finding]:
 
 def _symmetric(view: SettingsView) -> Iterator[Finding]:
     kernels = view.text("NCCL_SYM_KERNEL")
-    if kernels and not view.text("NCCL_ALGO") and (view.version is None or view.since(*FROM_EMPTY_SINCE)):
+    if kernels and not view.text("NCCL_ALGO") and view.may_be_since(*FROM_EMPTY_SINCE):
         yield make_warning(
             "NCCL_SYM_KERNEL",
             "from 2.31 on leaves what it names without the usual algorithms, so that buffers that are"

@@ -197,18 +197,16 @@ def check_assignment(
         yield from _unknown(setting.name)
         return
     absence = known.absence(version) if known.owner == "nccl" else ""
+    remedy = f"use {known.instead}" if known.instead else ""
     if absence:
         release = format_version(version or ())
-        instead = f"; use {known.instead}" if known.instead else ""
         make = make_error if known.removed and version and version >= known.removed else make_warning
-        yield make(known.name, f"does nothing: it {absence}, and this is {release}{instead}")
+        yield make(known.name, f"does nothing: it {absence}, and this is {release}", remedy)
         return
     if known.removed and version is None:
-        instead = f"; use {known.instead}" if known.instead else ""
-        yield make_warning(known.name, f"is not read from {format_version(known.removed)} on{instead}")
+        yield make_warning(known.name, f"is not read from {format_version(known.removed)} on", remedy)
     if known.deprecated and (version is None or version >= known.deprecated):
-        instead = f"; use {known.instead}" if known.instead else ""
-        yield make_note(known.name, f"is deprecated since {format_version(known.deprecated)}{instead}")
+        yield make_note(known.name, f"is deprecated since {format_version(known.deprecated)}", remedy)
     if known.kind == "undocumented":
         text = "is read by the library and documented nowhere we know; leave it unless you know why"
         yield make_note(known.name, text)

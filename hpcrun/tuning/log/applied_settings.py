@@ -21,7 +21,7 @@ from hpcrun.tuning.log.nccl_log import (
 from hpcrun.tuning.registry.device_names import parse_device_list
 from hpcrun.tuning.registry.nccl_grammar import parse_nccl_selection
 from hpcrun.tuning.registry.registry import Version, parse_version, required_nccl_release
-from hpcrun.tuning.registry.values import parse_c_integer
+from hpcrun.tuning.registry.values import is_same_value
 
 UptakeVerdict = Literal["applied", "ignored", "unknown"]
 
@@ -100,7 +100,7 @@ def _contradicts(one: CommSetting, line: str, version: Version | None) -> bool:
         return True
     variable = parse_variable_line(line)
     if parse_refused_variable(line) == one.name or (
-        variable and variable[0] == one.name and not _is_same_number(variable[1], one.value)
+        variable and variable[0] == one.name and not is_same_value(variable[1], one.value)
     ):
         return True
     wanted = parse_device_list(one.value)
@@ -110,13 +110,6 @@ def _contradicts(one: CommSetting, line: str, version: Version | None) -> bool:
     if one.name == "NCCL_IB_HCA":
         return reports_no_adapter(line) or any(not wanted.takes(*nic) for nic in _adapters(line))
     return one.name in ("NCCL_ALGO", "NCCL_PROTO") and _was_not_chosen(one, line, version)
-
-
-def _is_same_number(told: str, value: str) -> bool:
-    """NCCL prints numbers in tens, however they were written."""
-    return told == value or (
-        parse_c_integer(value) is not None and parse_c_integer(told) == parse_c_integer(value)
-    )
 
 
 def _adapters(line: str) -> list[tuple[str, int]]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 from hpcrun.errors import UsageError
 from hpcrun.tuning.log.line import split_log_prefix
@@ -158,14 +158,8 @@ class NcclLog:
             "tuner": self.tuner,
             "graphs": {name: vars(graph) for name, graph in self.graphs.items()},
             "table": [
-                {
-                    "collective": call,
-                    "algo": algo,
-                    "proto": proto,
-                    "latency_us": one.latency_us,
-                    "bw_GBps": one.bw_GBps,
-                }
-                for (call, algo, proto), one in self.table.items()
+                {"collective": call, "algo": algo, "proto": proto, **vars(expected)}
+                for (call, algo, proto), expected in self.table.items()
             ],
             "chosen": [{**one._asdict(), "calls": calls} for one, calls in self.chosen.items()],
             "lines": {"read": self.read, "of_nccl": len(self.lines), "errors_elsewhere": len(self.errors)},
@@ -335,15 +329,17 @@ class _CostTable:
         """One line with bars."""
         head, *cells = (part.strip() for part in text.split("|"))
         if head == "Algorithm":
-            self._columns = [(_algo(cell), proto) for cell in cells if cell for proto in PROTOS]
+            self._columns = [(_find_name(cell, ALGOS), proto) for cell in cells if cell for proto in PROTOS]
         elif head == "Latency/AlgBw":
             pairs = [cell.partition("/") for cell in cells if cell]
-            self._columns = [(_algo(algo), _proto(proto.strip())) for algo, _, proto in pairs]
+            self._columns = [
+                (_find_name(algo, ALGOS), _find_name(proto.strip(), PROTOS)) for algo, _, proto in pairs
+            ]
         else:
             self._read_row(head, cells, log)
 
     def _read_row(self, head: str, cells: list[str], log: NcclLog) -> None:
-        call = _collective(head)
+        call: NcclCollective | None = _find_name(head, get_args(NcclCollective))
         if call is None:
             return
         # 2.29 prints the protocols of algorithms that there are not, and cells for some of them.
@@ -359,8 +355,8 @@ def _parse_chosen(match: re.Match[str]) -> AlgorithmChoice:
     return AlgorithmChoice(
         match["call"] or "unknown",
         int(match["bytes"]),
-        _name_of_number(match["algo"], ALGOS, _algo),
-        _name_of_number(match["proto"], PROTOS, _proto),
+        _name_of_number(match["algo"], ALGOS),
+        _name_of_number(match["proto"], PROTOS),
         channels,
         float(match["time"]) if match["time"] else None,
     )
@@ -370,36 +366,27 @@ def _parse_best(asked: re.Match[str], match: re.Match[str]) -> AlgorithmChoice:
     return AlgorithmChoice(
         asked["call"],
         int(asked["bytes"]),
-        _name_of_number(match["algo"], ALGOS, _algo),
-        _name_of_number(match["proto"], PROTOS, _proto),
+        _name_of_number(match["algo"], ALGOS),
+        _name_of_number(match["proto"], PROTOS),
         int(match["channels"]),
         float(match["time"]),
     )
 
 
-def _name_of_number(
-    word: str, names: tuple[Algo, ...] | tuple[Proto, ...], find: Callable[[str], str | None]
-) -> str:
+_Name = TypeVar("_Name", bound=str)
+
+
+def _name_of_number(word: str, names: Sequence[str]) -> str:
     """A number's name, or the name as it is written everywhere; what is unknown stays as it was printed."""
     if word.isdigit():
         return names[int(word)] if int(word) < len(names) else word
-    return find(word) or word
+    return _find_name(word, names) or word
 
 
-def _plain_word(word: str) -> str:
-    return word.replace("_", "").lower()
-
-
-def _algo(word: str) -> Algo | None:
-    return next((name for name in ALGOS if _plain_word(name) == _plain_word(word)), None)
-
-
-def _proto(word: str) -> Proto | None:
-    return next((name for name in PROTOS if _plain_word(name) == _plain_word(word)), None)
-
-
-def _collective(word: str) -> NcclCollective | None:
-    return next((name for name in get_args(NcclCollective) if name == _plain_word(word)), None)
+def _find_name(word: str, names: Sequence[_Name]) -> _Name | None:
+    """The name that a word is but for capitals and underscores."""
+    plain = word.replace("_", "").lower()
+    return next((name for name in names if name.lower() == plain), None)
 
 
 def machine_from_log(

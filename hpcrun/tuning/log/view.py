@@ -24,16 +24,8 @@ _OWN = ("ib", "socket", "none", "")
 
 def meanings_in_context(log: NcclLog) -> dict[int, str]:
     """The meaning of lines, by their number, that the whole log decides."""
-    return {line.number: meaning for line, meaning in _decided_lines(log)}
-
-
-def _decided_lines(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
-    yield from _plugins(log)
-    yield from _adapters(log)
-    yield from _direct(log)
-    yield from _launches(log)
-    yield from _loopback(log)
-    yield from _types_of_gids(log)
+    rules = (_plugins, _adapters, _direct, _launches, _loopback, _types_of_gids)
+    return {line.number: meaning for rule in rules for line, meaning in rule(log)}
 
 
 def _types_of_gids(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:

@@ -158,7 +158,7 @@ class _PlatformTable(_PlatformSection):
 
 @cache
 def _shipped_table() -> _PlatformTable:
-    return _validated(load_yaml(_TABLE), _PlatformTable)
+    return validate_document(load_yaml(_TABLE), _PlatformTable)
 
 
 def platform_names() -> tuple[str, ...]:
@@ -169,7 +169,7 @@ def platform_names() -> tuple[str, ...]:
 def find_platform(name: str) -> PlatformSpec:
     """By name, or from a file; UsageError lists what there is."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
-        return _validated(load_yaml(Path(name)), PlatformSpec)
+        return validate_document(load_yaml(Path(name)), PlatformSpec)
     if name not in _shipped_table().platforms:
         raise UsageError(
             f"--platform {name}: is not known; there are {', '.join(platform_names())}; or a FILE.yaml of"
@@ -190,7 +190,8 @@ def find_model_error(
     return None
 
 
-def _validated(document: YamlDocument, model: type[_Model]) -> _Model:
+def validate_document(document: YamlDocument, model: type[_Model]) -> _Model:
+    """The content of a YAML file as a model; SpecError lists every mistake with its line."""
     try:
         return model.model_validate(document.values)
     except ValidationError as error:

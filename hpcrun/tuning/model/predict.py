@@ -306,28 +306,20 @@ def predict_alpha_beta(
     for name, algorithm in menu[collective].items():
         if algorithm in NESTED_ALGORITHMS and inner is None:
             continue
-        if algorithm == "recursive_doubling" and collective == "allgather" and not _power_of_two(ground):
+        is_power_of_two = len(ground.ranks).bit_count() == 1
+        if algorithm == "recursive_doubling" and collective == "allgather" and not is_power_of_two:
             continue
         known[name] = ground.clock(_FABRIC_NAMES[collective], algorithm, inner or 1)
     if ground.per_node > 1 and ground.inside is None:
         said.append("what stays inside a node counts as free: the platform does not say what it carries")
     factor = bus_factor(collective, len(ground.ranks))
     rows = [
-        _row(
-            size,
-            {name: clock(size) for name, clock in known.items()},
-            error_of(size),
-            factor,
-        )
+        _row(size, {name: clock(size) for name, clock in known.items()}, error_of(size), factor)
         for size in sizes
     ]
     nodes = len({*ground.ranks})
     basis = f"α-β times on the fabric tree; {source}"
     return Prediction(collective, library, nodes, ground.per_node, basis, tuple(rows), tuple(said))
-
-
-def _power_of_two(ground: AlphaBetaInput) -> bool:
-    return len(ground.ranks).bit_count() == 1
 
 
 def _require_known_levels(fabric: Fabric) -> None:

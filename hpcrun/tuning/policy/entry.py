@@ -18,7 +18,7 @@ from hpcrun.specs.validation import problems_of_validation_error
 from hpcrun.tuning.policy.nccl_tests import NcclTestTimings, TimedCall
 from hpcrun.tuning.policy.policy import FEWEST_PAIRS, MeasurementSpec, PolicyRowSpec, parse_policy
 from hpcrun.tuning.registry.registry import format_version, parse_version
-from hpcrun.tuning.registry.values import parse_c_integer
+from hpcrun.tuning.registry.values import is_same_value
 
 _Value = TypeVar("_Value")
 _NO_ROWS = re.compile(r"^rows:[^\n]*\n?", re.MULTILINE)
@@ -108,12 +108,12 @@ def _require_stated_settings(
     for name, value in settings.items():
         for run in ours:
             told = run.found.env.get(name)
-            if told is not None and not _same(told, value):
+            if told is not None and not is_same_value(told, value):
                 text = f"{run.name}: ran with {name}={told}, not {value}; give its outputs to --without"
                 raise UsageError(text)
         for run in theirs:
             told = run.found.env.get(name)
-            if told is not None and _same(told, value):
+            if told is not None and is_same_value(told, value):
                 raise UsageError(f"{run.name}: ran with {name}={told}; give its outputs to --with")
 
 
@@ -126,12 +126,6 @@ def _require_different(runs: Sequence[BenchmarkRun]) -> None:
             raise UsageError(f"{run.name}: has the very times of {before}; a run counts once, give another")
     if len(seen) < len(runs):
         raise UsageError(f"{len(runs)} outputs hold {len(seen)} different runs; name each of them once")
-
-
-def _same(told: str, value: str) -> bool:
-    return told == value or (
-        parse_c_integer(told) is not None and parse_c_integer(told) == parse_c_integer(value)
-    )
 
 
 def _agreed_value(what: str, option: str, told: Mapping[str, _Value | None], said: _Value | None) -> _Value:

@@ -12,17 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from hpcrun.errors import SpecError
 from hpcrun.formulas import median_interval, min_samples_for_median
 from hpcrun.specs.fields import SingleLineText, SystemName, VariableName
 from hpcrun.specs.settings import CommSetting
-from hpcrun.specs.validation import problems_of_validation_error
 from hpcrun.specs.yaml import YamlDocument, load_yaml, parse_yaml
 from hpcrun.tuning.lint.conflicts import find_conflicts
 from hpcrun.tuning.lint.environment import VariableAssignment as Assigned
 from hpcrun.tuning.lint.lint import check_assignment
+from hpcrun.tuning.model.platforms import validate_document
 from hpcrun.tuning.registry.nccl_grammar import FORCED_LL128_DANGER, forces_ll128
 from hpcrun.tuning.registry.registry import Version, format_version, parse_version
 from hpcrun.units import format_bytes
@@ -168,11 +167,7 @@ def parse_policy(text: str, name: str) -> tuple[PolicyRowSpec, ...]:
 def _parse_rows(document: YamlDocument) -> tuple[PolicyRowSpec, ...]:
     # A key with nothing after it stands for its default.
     given = {key: value for key, value in document.values.items() if value is not None}
-    try:
-        return tuple(_PolicySpec.model_validate(given).rows)
-    except ValidationError as error:
-        problems = problems_of_validation_error(error, _PolicySpec)
-    raise SpecError([replace(one, where=document.where(one.key)) for one in problems])
+    return tuple(validate_document(replace(document, values=given), _PolicySpec).rows)
 
 
 def measured_gains(row: PolicyRowSpec) -> tuple[MeasuredGain, ...]:

@@ -55,6 +55,12 @@ def parse_c_integer(value: str) -> int | None:
     return found if -(2**63) <= found < 2**63 else None
 
 
+def is_same_value(one: str, other: str) -> bool:
+    """Whether two values are alike, numbers however they are written."""
+    number = parse_c_integer(one)
+    return one == other or (number is not None and number == parse_c_integer(other))
+
+
 def _bool(name: str, value: str, rest: str) -> Iterator[Finding]:
     words = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
     meant = words.get(value.strip().lower())

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
-from hpcrun.fabric.ports import RdmaPort
 from hpcrun.finding import Finding
-from hpcrun.specs.cluster import NetworkSpec
-from hpcrun.tuning.host.node_report import HostReport
+from hpcrun.tuning.host.check_input import HostCheckInput
 from hpcrun.tuning.registry.device_names import parse_device_list
 from hpcrun.tuning.registry.values import parse_c_integer
 
 
-def find_unused_ports(host: HostReport, network: NetworkSpec) -> Iterator[Finding]:
+def _find_unused_ports(question: HostCheckInput) -> Iterator[Finding]:
     """Ports that NCCL_IB_HCA leaves out, of those that are as fast as the ones it takes."""
+    host, network = question.host, question.network
     wanted = parse_device_list(host.environ.get("NCCL_IB_HCA", ""))
     if not wanted.entries or wanted.excludes:
         return
@@ -31,11 +30,12 @@ def find_unused_ports(host: HostReport, network: NetworkSpec) -> Iterator[Findin
         yield Finding("warning", "port", ", ".join(idle), text, remedy, "high" if network.hcas else "medium")
 
 
-def find_single_queue_pair_bonds(host: HostReport, used: Sequence[RdmaPort]) -> Iterator[Finding]:
+def _find_single_queue_pair_bonds(question: HostCheckInput) -> Iterator[Finding]:
     """Ports of two links that a single queue pair a connection keeps to one of them."""
+    host = question.host
     if (parse_c_integer(host.environ.get("NCCL_IB_QPS_PER_CONNECTION", "")) or 1) > 1:
         return
-    for port in used:
+    for port in question.used:
         if port.is_roce and any("bond" in name for name in (port.device, *port.interfaces)):
             text = "is bonded, and the one queue pair of a connection keeps to one of its links"
             remedy = (
@@ -44,14 +44,15 @@ def find_single_queue_pair_bonds(host: HostReport, used: Sequence[RdmaPort]) -> 
             yield Finding("warning", "port", port.name, text, remedy, "medium")
 
 
-def find_unused_second_ports(host: HostReport, used: Sequence[RdmaPort]) -> Iterator[Finding]:
+def _find_unused_second_ports(question: HostCheckInput) -> Iterator[Finding]:
     """Adapters with two ports of which NCCL keeps to the first when rails are not to cross."""
+    host = question.host
     if host.environ.get("NCCL_CROSS_NIC") != "0":
         return
     entries = parse_device_list(host.environ.get("NCCL_IB_HCA", "")).entries
     by_port = {entry[0] for entry in entries if len(entry) > 1}
     ports: dict[str, list[str]] = {}
-    for port in used:
+    for port in question.used:
         if port.is_active and port.device not in by_port:
             ports.setdefault(port.device, []).append(port.name)
     for device, names in ports.items():
@@ -61,16 +62,15 @@ def find_unused_second_ports(host: HostReport, used: Sequence[RdmaPort]) -> Iter
             yield Finding("warning", "rail", device, text, remedy, "medium")
 
 
-def find_unused_adaptive_routing(
-    environ: Mapping[str, str], network: NetworkSpec, used: Sequence[RdmaPort]
-) -> Iterator[Finding]:
+def _find_unused_adaptive_routing(question: HostCheckInput) -> Iterator[Finding]:
     """InfiniBand whose adaptive routing lives on service levels that NCCL does not use."""
+    network = question.network
     levels = network.adaptive_routing_levels
-    if not levels or parse_c_integer(environ.get("NCCL_IB_ADAPTIVE_ROUTING", "")) == 0:
+    if not levels or parse_c_integer(question.environ.get("NCCL_IB_ADAPTIVE_ROUTING", "")) == 0:
         return
-    level = parse_c_integer(environ.get("NCCL_IB_SL", ""))
+    level = parse_c_integer(question.environ.get("NCCL_IB_SL", ""))
     level = (network.service_level or 0) if level is None or level < 0 else level
-    names = [port.name for port in used if port.layer == "InfiniBand"]
+    names = [port.name for port in question.used if port.layer == "InfiniBand"]
     if names and level not in levels:
         told = ", ".join(map(str, levels))
         text = f"NCCL sends on service level {level}, and adaptive routing is on {told}: it does not get it"
@@ -78,12 +78,20 @@ def find_unused_adaptive_routing(
         yield Finding("warning", "routing", ", ".join(names), text, remedy)
 
 
-def find_missing_topology_file(
-    host: HostReport, network: NetworkSpec, used: Sequence[RdmaPort]
-) -> Iterator[Finding]:
+def _find_missing_topology_file(question: HostCheckInput) -> Iterator[Finding]:
     """A virtual machine with GPUs and adapters, and nothing that says which of them are near each other."""
+    host, network = question.host, question.network
     told = network.nccl_topology or host.environ.get("NCCL_TOPO_FILE") or host.topology_file
-    if host.is_virtual and host.inside.gpus and used and not told:
+    if host.is_virtual and host.inside.gpus and question.used and not told:
         text = "a virtual machine without a topology file: NCCL cannot see which adapter is near which GPU"
         remedy = "network.nccl_topology in the profile: the image has the file for this size of machine"
         yield Finding("warning", "topology", host.node, text, remedy, "medium")
+
+
+ADAPTER_CHECKS: tuple[Callable[[HostCheckInput], Iterator[Finding]], ...] = (
+    _find_unused_ports,
+    _find_single_queue_pair_bonds,
+    _find_missing_topology_file,
+    _find_unused_second_ports,
+    _find_unused_adaptive_routing,
+)
