@@ -16,7 +16,8 @@ from hpcrun.health.fleet_doctor import require_allocation, run_fleet_doctor
 from hpcrun.slurm.allocation import find_allocation
 from hpcrun.specs.cluster import ClusterSpec, NetworkSpec, find_cluster
 from hpcrun.tuning.advice import AdviceContext, advise_settings
-from hpcrun.tuning.host.checks import HostCheckInput, check_clock_skew
+from hpcrun.tuning.host.check_input import HostCheckInput
+from hpcrun.tuning.host.checks import check_clock_skew
 from hpcrun.tuning.host.counters import CounterReading, read_host_counters
 from hpcrun.tuning.host.doctor_report import DoctorReport, examine_host
 from hpcrun.tuning.host.fleet import compare_nodes

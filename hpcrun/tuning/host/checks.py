@@ -266,22 +266,16 @@ def _check_shared_memory(question: HostCheckInput) -> Iterator[Finding]:
         text = f"has {format_bytes(shm.size_bytes)}, a container's default; NCCL ends with a bus error"
         yield Finding("error", "shm", "/dev/shm", text, "--shm-size or --ipc=host of the container runtime")
     elif shm.size_bytes < _SMALL_SHM:
-        yield Finding(
-            "warning",
-            "shm",
-            "/dev/shm",
-            f"has only {format_bytes(shm.size_bytes)}",
-            "give it 1 GiB or more",
-        )
+        text = f"has only {format_bytes(shm.size_bytes)}"
+        yield Finding("warning", "shm", "/dev/shm", text, "give it 1 GiB or more")
     if shm.free_bytes is not None and shm.free_bytes < _SEGMENT * max(8, gpus):
         text = f"{format_bytes(shm.free_bytes)} are free; NCCL takes about 10 MiB for each pair of neighbours"
         yield Finding("error", "shm", "/dev/shm", text, "remove what dead jobs left")
     if shm.stale:
         names = ", ".join(shm.stale[:3]) + (", …" if len(shm.stale) > 3 else "")
         text = f"{len(shm.stale)} segment(s) of dead jobs, {format_bytes(shm.stale_bytes)}: {names}"
-        yield Finding(
-            "warning", "shm", "/dev/shm", text, "no process maps them: they can be removed", "medium"
-        )
+        remedy = "no process maps them: they can be removed"
+        yield Finding("warning", "shm", "/dev/shm", text, remedy, "medium")
 
 
 def _check_peer_memory(question: HostCheckInput) -> Iterator[Finding]:
