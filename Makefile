@@ -2,18 +2,18 @@
 # VENV         where the environment lies (.venv); PYTHON: which interpreter it is made with (python3)
 # TORCH        which torch; TORCH_INDEX: pip options for where it comes from. Without a GPU, the builds of
 #              PyTorch's own index for CPUs are far smaller: make test TORCH_INDEX="--extra-index-url URL"
-# BESIDE       yes: make test runs the lab's tests beside the others, and prints theirs at the end
+# WORKERS      how many processes run tests at once (2); make test adds one for the lab, which mostly waits
 # RACKS        the lab's shape: 2x4 is two racks of four nodes; 4,2,2 three racks of those sizes
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
-BESIDE ?=
+WORKERS ?= 2
 RACKS ?= 2x4
-# What `make check` runs: rules on the code itself, and parts that start neither ranks nor Slurm.
-QUICK = $(wildcard tests/test_*.py) tests/fabric tests/slurm tests/specs tests/tuning
 export PYTHON TORCH TORCH_INDEX
 # An activated environment or a caller's paths must not decide what runs here.
 unexport VIRTUAL_ENV PYTHONPATH PYTHONHOME PIP_USER PIP_TARGET
+# Tests start Python thousands of times; without bytecode each start compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo check test lint bench lab lab-shell lab-down lab-deps clean
 .NOTPARALLEL:
@@ -24,11 +24,15 @@ help: ## this list
 demo: $(VENV)/.demo ## train a small model on eight ranks of this machine
 	@$(VENV)/bin/python -m hpcrun demo
 
-check: lint ## linters, types and the quick tests: no ranks, no Slurm; what to run while working
-	$(VENV)/bin/python -m pytest $(QUICK)
+check: lint ## linters, types and the pure tests: no processes, no torch; what to run while working
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m pure
 
 test: lint ## linters, types, then every test; what .ci/run runs
-	$(VENV)/bin/python -m $(if $(BESIDE),tests,pytest)
+	@status=0; set -x; \
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m pure || status=1; \
+	$(VENV)/bin/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder -m "not pure" || \
+		status=1; \
+	exit $$status
 
 lint: $(VENV)/.test ## ruff and mypy
 	$(VENV)/bin/python -m ruff check .

@@ -188,6 +188,7 @@ def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     return emulated
 
 
+@pytest.mark.process
 def test_a_file_is_laid_out_and_its_layout_read_back(lustre: Emulated) -> None:
     file = lustre.mount / "data"
     LfsClient().create(file, ["-c", "2", "-S", "16M", "-i", "-1"])
@@ -198,6 +199,7 @@ def test_a_file_is_laid_out_and_its_layout_read_back(lustre: Emulated) -> None:
     assert refused.value.number == errno.EEXIST
 
 
+@pytest.mark.process
 def test_a_dead_target_is_not_waited_for_and_a_failing_one_is_listed(lustre: Emulated) -> None:
     targets = LfsClient(timeout_s=30).space(lustre.mount)
     assert [(one.kind, one.index, one.problem) for one in targets] == [
@@ -211,12 +213,14 @@ def test_a_dead_target_is_not_waited_for_and_a_failing_one_is_listed(lustre: Emu
         subprocess.run(["lfs", "df", str(lustre.mount)], env={"PATH": lustre.path}, timeout=0.5, check=False)
 
 
+@pytest.mark.process
 def test_a_command_that_gives_no_answer_is_ended(lustre: Emulated, tmp_path: Path) -> None:
     (tmp_path / "bin" / "lfs").write_text("#!/bin/sh\nexec sleep 60\n")
     with pytest.raises(LfsError, match="gave no answer in"):
         LfsClient(timeout_s=0.2).default_layout(lustre.mount)
 
 
+@pytest.mark.process
 def test_a_quota_of_a_server_that_is_silent_is_read_in_part(lustre: Emulated) -> None:
     lustre.set(quotas={"-u": {"row": [5, 0, 100, 1, 0, 0], "inexact": True, "fails": True}})
     quota = LfsClient().quota(lustre.mount, "user", os.getuid())
@@ -236,6 +240,7 @@ def test_a_refused_command_and_a_missing_one_are_told(
         LfsClient().default_layout(lustre.mount)
 
 
+@pytest.mark.process
 def test_the_default_of_a_directory_may_be_progressive(lustre: Emulated) -> None:
     mdt = RAID0 | {"pattern": "mdt", "size": 1 << 20, "end": 1 << 20}
     lustre.set(default=[mdt, RAID0 | {"end": 1 << 30}, RAID0 | {"stripes": 8}])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from xxhash import xxh3_64_intdigest
@@ -25,7 +26,7 @@ from hpcrun.checkpoint.parity.peers import (
     PeerReply,
     PeerServer,
 )
-from hpcrun.messages import authentication, lines
+from hpcrun.messages import authentication, frames, lines
 from hpcrun.messages.authentication import HANDSHAKE_S, Handshake, fresh_nonce
 from hpcrun.messages.frames import FRAME_BYTES, FramedConnection, RateLimiter
 from hpcrun.messages.lines import receive_json_line, render_json_line
@@ -325,8 +326,7 @@ def test_no_more_bytes_a_second_than_allowed_are_sent(
         slept.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(frames, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     throttle = RateLimiter(1e6)
     for _ in range(5):
         throttle.take(500_000)

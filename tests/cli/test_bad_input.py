@@ -580,6 +580,7 @@ def in_a_process(*command: str | Path) -> subprocess.CompletedProcess[str]:
         ("job.yaml", "job.yaml/runs", "{}/job.yaml/runs: no run directory can be made here: "),
     ],
 )
+@pytest.mark.process
 def test_a_real_process_says_the_same(
     words: str, root: str, start: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -591,6 +592,8 @@ def test_a_real_process_says_the_same(
     assert not (place / "runs").exists()
 
 
+@pytest.mark.process
+@pytest.mark.mpi
 def test_a_world_of_another_size_is_refused_by_all_its_ranks(runs_root: Path) -> None:
     try:
         mpiexec = find_mpiexec()

@@ -80,6 +80,7 @@ def run(runs_root: Path) -> RunDir:
         ("play RUN none.yaml", "none.yaml: no such file"),
     ],
 )
+@pytest.mark.process
 def test_what_makes_no_sense_is_one_line(run: RunDir, words: str, told: str, capsys: Capture) -> None:
     names = {"RUN": run.id, "NODE": os.uname().nodename}
     for name, value in names.items():
@@ -117,6 +118,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.process
 def test_on_a_terminal_it_asks_first(run: RunDir, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)

@@ -75,6 +75,7 @@ def test_show_the_context() -> None:
     assert {"name": "grace_s", "type": "integer", "meaning": "how many seconds before"} in content["context"]
 
 
+@pytest.mark.process
 def test_export_then_check_then_diff(site: Path) -> None:
     path = site / "train.sbatch.j2"
     made = run("export", "train")
@@ -108,6 +109,7 @@ def test_check_says_what_is_wrong_and_exits_with_1(site: Path) -> None:
     assert (content["ok"], len(content["findings"])) == (False, 1)
 
 
+@pytest.mark.process
 def test_check_takes_a_path_and_a_profile(tmp_path: Path) -> None:
     path, profile = tmp_path / "mine.sbatch.j2", tmp_path / "p.yaml"
     path.write_text(SITE)
@@ -144,6 +146,7 @@ def test_a_template_that_extends_nothing_shipped_has_no_diff(site: Path) -> None
     assert "extends no shipped template; there is nothing to compare with" in str(result.exception)
 
 
+@pytest.mark.process
 def test_a_login_node_loads_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom hpcrun.cli.main import main\n"

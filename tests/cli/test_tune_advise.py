@@ -103,6 +103,7 @@ def test_mistakes(job: Path, words: list[str], text: str) -> None:
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.process
 def test_a_dry_run_tells_the_same_when_asked(job: Path) -> None:
     words = [str(job), "--dry-run", "--slurm-version", "24.05"]
     told = CliRunner().invoke(submit_app, [*words, "-v"]).stderr

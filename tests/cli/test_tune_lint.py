@@ -295,6 +295,7 @@ def test_what_is_no_name_is_one_line(name: str) -> None:
     assert "is no name of a variable; write letters, digits and _" in refused("explain", name)
 
 
+@pytest.mark.process
 def test_odd_bytes_in_the_environment_are_escaped(tmp_path: Path) -> None:
     environ = {b"NCCL_\xff": b"1", b"NCCL_IB_HCA": b"=mlx5_0,\xfe", b"PATH": os.environb[b"PATH"]}
     environ[b"PYTHONPATH"] = os.fsencode(Path(__file__).parents[2])

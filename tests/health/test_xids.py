@@ -65,6 +65,7 @@ def tool(folder: Path, name: str, body: str) -> None:
     path.chmod(0o755)
 
 
+@pytest.mark.process
 def test_a_gpu_that_answers_may_still_have_told_the_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

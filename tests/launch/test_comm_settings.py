@@ -183,6 +183,7 @@ def by_node(node: str, value: str = "=a b;$(touch x)") -> CommSettings:
         ("elsewhere", {"NCCL_IB_HCA": "=mlx5_0"}, "=mlx5_0", ""),
     ],
 )
+@pytest.mark.process
 def test_a_node_s_own_values_reach_programs_and_our_ranks(
     attempt: Attempt, node: str, environ: dict[str, str], hca: str, index: str
 ) -> None:

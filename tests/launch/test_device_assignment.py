@@ -244,6 +244,7 @@ def in_a_child(binding: Binding | None, *before: str) -> dict[str, str]:
 
 
 @needs_two_cpus
+@pytest.mark.process
 def test_a_rank_binds_itself() -> None:
     every, last = format_cpu_list(MINE), str(MINE[-1])
     assert in_a_child(Binding(0, cpus=last)) == {"before": every, "cpus": last}
@@ -282,6 +283,7 @@ needs_taskset = pytest.mark.skipif(not shutil.which("taskset"), reason="needs ta
 
 @needs_two_cpus
 @needs_taskset
+@pytest.mark.process
 def test_a_program_s_rank_is_bound_and_told_what_is_near(attempt: Attempt) -> None:
     last = str(MINE[-1])
     code, said = run_script(attempt, Binding(0, 1, UUIDS[1], "mlx5_1", last))
@@ -295,6 +297,7 @@ def test_a_program_s_rank_is_bound_and_told_what_is_near(attempt: Attempt) -> No
 
 @needs_two_cpus
 @needs_taskset
+@pytest.mark.process
 def test_a_program_s_rank_that_somebody_has_bound_is_caught(attempt: Attempt) -> None:
     every, first = format_cpu_list(MINE), str(MINE[0])
     code, said = run_script(attempt, Binding(0, cpus=every), "taskset", "-c", first)
@@ -307,6 +310,7 @@ def test_a_program_s_rank_that_somebody_has_bound_is_caught(attempt: Attempt) ->
 
 
 @needs_two_cpus
+@pytest.mark.process
 def test_without_taskset_a_rank_says_so_and_runs(attempt: Attempt, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
@@ -319,6 +323,7 @@ def test_without_taskset_a_rank_says_so_and_runs(attempt: Attempt, tmp_path: Pat
     )
 
 
+@pytest.mark.process
 def test_nothing_is_bound_where_nothing_was_decided(attempt: Attempt) -> None:
     code, said = run_script(attempt, Binding(0))
     assert code == 0

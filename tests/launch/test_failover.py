@@ -143,6 +143,7 @@ def test_an_end_that_another_node_has_written_counts_whatever_its_clock_says(
         assert not run.exit.exists()
 
 
+@pytest.mark.process
 def test_a_run_that_had_ended_when_its_supervisor_was_lost_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

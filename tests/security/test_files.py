@@ -102,6 +102,7 @@ def test_a_whole_file_is_written_over_no_planted_name(tmp_path: Path) -> None:
 
 
 @needs_root
+@pytest.mark.process
 def test_what_another_user_has_made_is_neither_used_nor_removed() -> None:
     def attack() -> None:
         os.umask(0)

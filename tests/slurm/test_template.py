@@ -86,6 +86,7 @@ def refused(library: TemplateLibrary, text: str, **values: object) -> str:
     return line.replace(f"{library.directories['site']}/", "")
 
 
+@pytest.mark.process
 def test_quoted_values_reach_the_program_as_they_are(tmp_path: Path) -> None:
     generator = random.Random(0)
     alphabet = "ab $`'\"\\;|&<>(){}[]*?!#~=%^\n\t\r\x01\x7fé\u2028\u00a0𝄞-_/:,."
@@ -107,6 +108,7 @@ def test_plain_values_stay_readable() -> None:
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.process
 def test_a_value_is_not_run_wherever_it_stands(context: str, tmp_path: Path) -> None:
     (tmp_path / "boom").write_text("#!/bin/bash\ntouch x\n")
     (tmp_path / "boom").chmod(0o755)

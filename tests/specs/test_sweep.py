@@ -342,6 +342,7 @@ def test_a_record_that_is_none_is_refused(text: str | None, message: str, tmp_pa
         read_sweep(RunDir(tmp_path))
 
 
+@pytest.mark.process
 def test_reading_the_record_loads_no_pydantic(tmp_path: Path) -> None:
     write_sweep(RunDir(tmp_path), [{"a": 1}])
     code = (

@@ -80,6 +80,7 @@ def found(*layers: EnvironmentLayer) -> dict[str, str | None]:
     return {name: one.value for name, one in effective_assignments(resolve_layers(layers)).items()}
 
 
+@pytest.mark.process
 def test_scripts_export_what_bash_says() -> None:
     dice = random.Random(8)
     for _ in range(60):
@@ -161,6 +162,7 @@ ODD = {"NCCL_A": "two\nlines", "NCCL_B": "=mlx5_0,mlx5_1", "NCCL_C": 'with "quot
 
 
 @pytest.mark.parametrize("command", ["env", "env -0", "export -p"])
+@pytest.mark.process
 def test_dumps_of_an_environment(command: str) -> None:
     done = subprocess.run(
         ["bash", "--norc", "-c", command], env=ODD, capture_output=True, check=True, timeout=30, text=True
@@ -169,6 +171,7 @@ def test_dumps_of_an_environment(command: str) -> None:
     assert {name: values[name] for name in NAMES} == ODD
 
 
+@pytest.mark.process
 def test_exported_functions_are_no_trouble() -> None:
     script = "export NCCL_A=1; ml() { echo hello; }; export -f ml; "
     for command in ("env", "env -0"):

@@ -374,6 +374,7 @@ def test_the_table_is_made_by_words_and_files() -> None:
     assert (found.subsystem, found.whose, found.meaning) == ("argument", "ours", "call-order")
 
 
+@pytest.mark.process
 def test_the_script_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
