@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from hpcrun.errors import UsageError
 
@@ -27,6 +41,28 @@ Count = Annotated[int, (0, 2**53)]
 """A step, a rank, an attempt, a number of bytes. Annotated: from the first limit to below the second."""
 Seconds = Annotated[float, (0.0, 1e11)]
 """A duration, or a time stamp: what says more is damaged."""
+
+
+class Tagged:
+    """A dataclass whose JSON object names its class under `kind`, so that one of several can be parsed."""
+
+    kind: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
+class TaggedUnion(Generic[T]):
+    """The classes of a union of Tagged dataclasses, by their kinds."""
+
+    def __init__(self, union: Any) -> None:
+        self._parser = _tagged_parser(get_args(union) or (union,))
+
+    def parse(self, value: object) -> T:
+        """The dataclass in a JSON object, or WrongValue, which names kind and field."""
+        parsed: T = self._parser(value)
+        return parsed
 
 
 def parse_typed(
@@ -69,6 +105,19 @@ def dump_typed(record: Any) -> dict[str, Any]:
     return asdict(record)
 
 
+def render_typed(value: Any) -> str:
+    """The JSON text of a dataclass, or of what holds some: faster than dump_typed for large ones."""
+    return json.dumps(value, default=_object, separators=(",", ":"))
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not is_dataclass(value):
+        raise TypeError(f"{value!r}: no JSON value")
+    names = _schema(value.__class__).parsers
+    values = {name: getattr(value, name) for name in names}
+    return {"kind": value.kind, **values} if isinstance(value, Tagged) else values
+
+
 class _Schema(NamedTuple):
     """How objects of a class are parsed."""
 
@@ -101,11 +150,15 @@ def _parser(hint: Any) -> Parser:
         return lambda value: value
     if origin is Annotated:
         return _limited_parser(_parser(args[0]), *args[1])
+    if isinstance(hint, type) and issubclass(hint, Tagged):
+        return _tagged_parser((hint,))
     if is_dataclass(hint):
         return lambda value: parse_typed(hint, value)  # type: ignore[arg-type]
     if origin is Literal:
         return _literal_parser(args)
     if origin in (Union, types.UnionType):
+        if all(isinstance(argument, type) and issubclass(argument, Tagged) for argument in args):
+            return _tagged_parser(args)
         return _union_parser([_parser(argument) for argument in args])
     if origin is tuple and args[-1] is not Ellipsis:
         return _pair_parser([_parser(argument) for argument in args])
@@ -164,6 +217,24 @@ def _literal_parser(allowed: Sequence[Any]) -> Parser:
         if not any(type(value) is type(entry) and value == entry for entry in allowed):
             raise WrongValue(f"expected one of {', '.join(map(str, allowed))}, not {_show(value)}")
         return value
+
+    return parse
+
+
+def _tagged_parser(classes: Sequence[type]) -> Parser:
+    by_kind = {cls.kind: cls for cls in classes if issubclass(cls, Tagged)}
+
+    def parse(value: Any) -> Any:
+        if type(value) is not dict:
+            raise WrongValue(f"expected an object, not {_show(value)}")
+        kind = value.get("kind")
+        cls = by_kind.get(kind) if type(kind) is str else None
+        if cls is None:
+            raise WrongValue(f"kind: expected one of {', '.join(by_kind)}, not {_show(kind)}")
+        try:
+            return parse_typed(cls, {name: item for name, item in value.items() if name != "kind"})
+        except WrongValue as error:
+            raise WrongValue(f"{kind}: {error}") from None
 
     return parse
 

@@ -8,7 +8,16 @@ from typing import Any, Literal
 
 import pytest
 
-from hpcrun.typed_json import Count, Seconds, WrongValue, dump_typed, parse_typed
+from hpcrun.typed_json import (
+    Count,
+    Seconds,
+    Tagged,
+    TaggedUnion,
+    WrongValue,
+    dump_typed,
+    parse_typed,
+    render_typed,
+)
 
 
 @dataclass(frozen=True)
@@ -130,3 +139,40 @@ def test_a_type_that_no_json_value_has_is_a_mistake_of_ours() -> None:
 
     with pytest.raises((TypeError, NameError)):
         parse_typed(Wrong, {"names": []})
+
+
+@dataclass(frozen=True)
+class ShipSailed(Tagged):
+    name: str
+
+
+@dataclass(frozen=True)
+class ShipSank(Tagged):
+    name: str
+    place: Inner | None = None
+
+
+@dataclass(frozen=True)
+class Letter:
+    news: ShipSailed | ShipSank
+    before: tuple[ShipSailed | ShipSank, ...] = ()
+
+
+def test_of_a_union_the_class_that_the_json_names_is_made() -> None:
+    letter = Letter(ShipSank("a", Inner(1, ("n", 2))), (ShipSailed("a"), ShipSank("b")))
+    text = render_typed(letter)
+    assert json.loads(text)["before"][0] == {"kind": "ship_sailed", "name": "a"}
+    assert parse_typed(Letter, json.loads(text)) == letter
+    kinds = TaggedUnion[ShipSailed | ShipSank](ShipSailed | ShipSank)
+    assert kinds.parse({"kind": "ship_sailed", "name": "a"}) == ShipSailed("a")
+    wrong: list[tuple[object, str]] = [
+        ({"name": "a"}, "kind: expected one of ship_sailed, ship_sank, not None"),
+        ({"kind": "ship_sank", "name": 3}, "ship_sank: name: expected a text, not 3"),
+        ({"kind": "ship_sailed", "name": "a", "place": None}, "ship_sailed: place: is not a field"),
+        ([], "expected an object"),
+    ]
+    for value, problem in wrong:
+        with pytest.raises(WrongValue, match=problem):
+            kinds.parse(value)
+    with pytest.raises(TypeError):
+        render_typed({"a": {1, 2}})

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
 from hpcrun.checkpoint.format import PART_ALIGN, Part, align_size
+from hpcrun.typed_json import Tagged
 
 CheckpointLevel = Literal["memory", "local", "parity", "durable", "object"]
 CHECKPOINT_LEVELS: tuple[CheckpointLevel, ...] = ("memory", "local", "parity", "durable", "object")
@@ -158,7 +159,7 @@ class Tier(Protocol):
 
 
 @dataclass(frozen=True)
-class StoreResult:
+class StoreResult(Tagged):
     """What came of a load at a level."""
 
     stamp: GenerationId

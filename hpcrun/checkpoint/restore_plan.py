@@ -106,14 +106,6 @@ def parse_restore_plan(values: Mapping[str, Any]) -> RestorePlan:
         raise ValueError(f"not a restore plan: {error}") from None
 
 
-def parse_rebuild_order(values: Mapping[str, Any]) -> RebuildOrder:
-    """A rebuild order as another process sends it; ValueError if it is malformed."""
-    try:
-        return parse_typed(RebuildOrder, dict(values))
-    except WrongValue as error:
-        raise ValueError(f"not a rebuild order: {error}") from None
-
-
 def _plan_digest(values: Mapping[str, Any]) -> str:
     declared = {field.name: values[field.name] for field in fields(RestorePlan)}
     return xxh3_64_hexdigest(json.dumps(declared, sort_keys=True, separators=(",", ":")).encode())

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from hpcrun.messages.listeners import (
     OutOfDescriptorsError,
@@ -17,6 +17,8 @@ from hpcrun.messages.listeners import (
 )
 from hpcrun.tuning.host.connectivity import attribute_failures
 
+_P = TypeVar("_P")
+"""Where a node listens."""
 _CONNECT_TIMEOUT_S = 3.0
 """A lost packet is sent again after a second."""
 _MAX_PARALLEL, _REST_S = 32, 0.1
@@ -84,7 +86,7 @@ def why_unreachable(own: str, host: str, port: int) -> str:
     return ""
 
 
-def choose_targets(places: Mapping[str, Sequence[Any]], node: str) -> dict[str, Sequence[Any]]:
+def choose_targets(places: Mapping[str, _P], node: str) -> dict[str, _P]:
     """The nodes that this one tries: all others, or in a large world those that come after it."""
     names = [*places]
     at = names.index(node) if node in names else 0

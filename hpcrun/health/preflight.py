@@ -5,10 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hpcrun.errors import HpcrunError
 from hpcrun.finding import Finding
@@ -16,6 +15,7 @@ from hpcrun.health import probes
 from hpcrun.health.probes import CheckTarget
 from hpcrun.health.xids import XidAction
 from hpcrun.specs.rundir import RunDir
+from hpcrun.typed_json import Tagged
 
 _PROBE_S = 3.0
 _GPU_S = 6.0
@@ -36,7 +36,7 @@ _PROBES: dict[str, Callable[[CheckTarget], list[Finding]]] = {
 
 
 @dataclass(frozen=True)
-class PreflightRequest:
+class PreflightRequest(Tagged):
     """What a node is asked to look at, as it travels to the agents."""
 
     checks: Sequence[str]
@@ -54,10 +54,6 @@ class PreflightRequest:
     programs: Sequence[str] = ()
     program_s: float = 5.0
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
     def of(self, node: str) -> PreflightRequest:
         """The same for one node."""
         return replace(self, hcas=self.hcas_of.get(node.partition(".")[0], self.hcas), hcas_of={})
@@ -67,6 +63,18 @@ class PreflightRequest:
         scratch, hcas = tuple(self.scratch), tuple(self.hcas)
         xids = {int(code): action for code, action in self.xids.items()}
         return CheckTarget(run, self.attempt, scratch, self.interface, hcas, self.gpus, xids, root)
+
+
+@dataclass(frozen=True)
+class PreflightReport(Tagged):
+    """What a node has found."""
+
+    attempt: int
+    time: float
+    """By the node's clock, when it began to look."""
+    seconds: float
+    checks: tuple[Finding, ...]
+    """Those that are not well."""
 
 
 class _ProbeThread(threading.Thread):
@@ -113,11 +121,8 @@ def run_probes(place: CheckTarget, ask: PreflightRequest) -> list[Finding]:
     return [found for one in waiting for found in one.findings]
 
 
-def answer_preflight(run: RunDir, order: Mapping[str, Any]) -> dict[str, Any]:
-    """An agent's answer to the order `preflight`: its clock, the time it took, and what is not well."""
+def answer_preflight(run: RunDir, request: PreflightRequest) -> PreflightReport:
+    """Look at this node: its clock, the time it took, and what is not well."""
     clock, began = time.time(), time.monotonic()
-    ask = PreflightRequest(
-        **{key: value for key, value in order.items() if key in PreflightRequest.__dataclass_fields__}
-    )
-    checks = [finding.as_json() for finding in run_probes(ask.place(run), ask)]
-    return {"kind": "preflight", "time": clock, "seconds": time.monotonic() - began, "checks": checks}
+    checks = tuple(run_probes(request.place(run), request))
+    return PreflightReport(request.attempt, clock, time.monotonic() - began, checks)

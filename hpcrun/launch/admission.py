@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
 
 from hpcrun.errors import EXIT_SITE, UsageError
 from hpcrun.finding import Finding
 from hpcrun.health.lemon_nodes import NodeFault
 from hpcrun.health.node_checks import judge_clock
-from hpcrun.health.preflight import PreflightRequest
+from hpcrun.health.preflight import PreflightReport, PreflightRequest
 from hpcrun.hostlist import fold_hosts
 from hpcrun.launch import recovery
 from hpcrun.launch.agents.nodes import Nodes
@@ -27,7 +25,6 @@ from hpcrun.specs.preflight import selected_preflight_checks
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.tuning.job_settings import advise_job
 from hpcrun.tuning.registry.device_names import parse_device_list
-from hpcrun.typed_json import WrongValue, parse_typed
 
 _MESSAGE_PREFIX = "preflight: "
 _MAX_FAILED_IN_A_ROW = 3
@@ -169,7 +166,7 @@ def run_preflight(ask: PreflightRequest, nodes: Nodes) -> PreflightResult:
 def evaluate_preflight(
     ask: PreflightRequest,
     alive: Sequence[str],
-    answers: Mapping[str, Mapping[str, Any]],
+    answers: Mapping[str, PreflightReport],
     sent: float,
     received: float,
 ) -> PreflightResult:
@@ -180,18 +177,11 @@ def evaluate_preflight(
         if answer is None:
             findings.append((node, Finding("unknown", "preflight", "", "the node gave no answer in time")))
             continue
-        findings += [(node, finding) for finding in _parse_findings(answer.get("checks", ()))]
+        findings += [(node, finding) for finding in answer.checks]
         if "clock" in ask.checks:
-            clock = judge_clock(sent, received, float(answer["time"]), float(answer["seconds"]))
+            clock = judge_clock(sent, received, answer.time, answer.seconds)
             findings += [(node, finding) for finding in clock]
     return PreflightResult(tuple(alive), received - sent, tuple(findings))
-
-
-def _parse_findings(values: Iterable[Any]) -> Iterator[Finding]:
-    """The findings in a node's answer; what is none is left out."""
-    for value in values:
-        with contextlib.suppress(WrongValue):
-            yield parse_typed(Finding, value)
 
 
 def preflight_failure_outcome(

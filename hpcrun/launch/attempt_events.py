@@ -1,18 +1,19 @@
-"""What can happen to an attempt, as values; those that an agent sees travel as lines of JSON."""
+"""What can happen to an attempt, as values; those that an agent sees travel in its messages."""
 
 from __future__ import annotations
 
-import json
 import signal
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from hpcrun.typed_json import Tagged
 
 _MAX_DELAY_S = 2.0
 """What is told this late may have been under way; by more than this two clocks are not the same."""
 
 
 @dataclass(frozen=True)
-class RankStarted:
+class RankStarted(Tagged):
     """A rank has recorded itself and takes signals."""
 
     rank: int
@@ -21,7 +22,7 @@ class RankStarted:
 
 
 @dataclass(frozen=True)
-class RankConnected:
+class RankConnected(Tagged):
     """A rank is inside MPI; a command's rank has met the others as soon as it is up."""
 
     rank: int
@@ -33,7 +34,7 @@ class WorldReady:
 
 
 @dataclass(frozen=True)
-class RankEnded:
+class RankEnded(Tagged):
     """The process of a rank is gone, for better or worse."""
 
     rank: int
@@ -61,7 +62,7 @@ class RankFailed:
 
 
 @dataclass(frozen=True)
-class RankProgress:
+class RankProgress(Tagged):
     """A rank has told where it is."""
 
     rank: int
@@ -76,7 +77,7 @@ class RankProgress:
 
 
 @dataclass(frozen=True)
-class RankStopped:
+class RankStopped(Tagged):
     """The process of a rank was stopped by a signal, or goes on after one."""
 
     rank: int
@@ -125,24 +126,3 @@ NodeEvent = RankStarted | RankConnected | RankEnded | RankStopped | RankProgress
 AttemptEvent = (
     NodeEvent | WorldReady | RankFailed | NodeLost | LauncherEnded | AttemptFinished | SignalReceived | Idle
 )
-
-_NODE_EVENTS: dict[str, type[NodeEvent]] = {
-    "up": RankStarted,
-    "met": RankConnected,
-    "ended": RankEnded,
-    "stopped": RankStopped,
-    "progress": RankProgress,
-}
-
-
-def encode_node_event(happening: NodeEvent) -> str:
-    """One line of JSON without its end."""
-    kind = next(name for name, event_class in _NODE_EVENTS.items() if isinstance(happening, event_class))
-    return json.dumps({"kind": kind, **asdict(happening)})
-
-
-def decode_node_event(message: dict[str, Any]) -> NodeEvent | None:
-    """The happening in a message, or None where it is of another kind."""
-    values = dict(message)
-    kind = _NODE_EVENTS.get(values.pop("kind", ""))
-    return None if kind is None else kind(**values)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from hpcrun.address import LOOPBACK, reachable_address
 from hpcrun.errors import SiteError
 from hpcrun.health.connection_test import ConnectionTest
 from hpcrun.launch.ports import PortLease, choose_port
+from hpcrun.typed_json import Tagged
 
-RENDEZVOUS_KIND, CONNECTION_TEST_KIND = "meeting", "trial"
-"""The orders to an agent, and the kinds of its answers (of a trial, with its step)."""
+TestStep = Literal["listen", "try", "end"]
 
 
 @dataclass(frozen=True)
-class RendezvousRequest:
+class RendezvousRequest(Tagged):
     """What a node is asked for, as it travels to the agents."""
 
     attempt: int
@@ -33,10 +32,6 @@ class RendezvousRequest:
     def of(self, node: str) -> RendezvousRequest:
         """The same for one node: only rank 0's looks for a port."""
         return replace(self, wants_port=self.wants_port and node == self.nodes[0])
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -54,6 +49,34 @@ class RendezvousPoint:
     """Why there is no address or no port."""
 
 
+@dataclass(frozen=True)
+class RendezvousAnswer(Tagged):
+    """A node's answer to a request."""
+
+    attempt: int
+    point: RendezvousPoint
+
+
+@dataclass(frozen=True)
+class ConnectionTestStep(Tagged):
+    """One step of a trial of connections between nodes; any but the first two ends it."""
+
+    attempt: int
+    step: TestStep
+    places: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Where the nodes to try listen."""
+
+
+@dataclass(frozen=True)
+class ConnectionTestReport(Tagged):
+    """What a step has come to: where this node listens, or which others it has not reached, and why."""
+
+    attempt: int
+    step: TestStep
+    place: tuple[str, int] | None = None
+    failed: dict[str, str] = field(default_factory=dict)
+
+
 class NodeRendezvous:
     """A node's part: finds its address, and holds the port of an attempt until that is over."""
 
@@ -62,33 +85,26 @@ class NodeRendezvous:
         self._address = ""
         self._trial: ConnectionTest | None = None
 
-    def answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to an order, as it travels."""
+    def answer(self, request: RendezvousRequest) -> RendezvousPoint:
+        """Where the others reach this node, and its port where one is wanted."""
         self.close()
-        known = {name: order[name] for name in RendezvousRequest.__dataclass_fields__ if name in order}
-        point = self._point(RendezvousRequest(**known))
+        point = self._point(request)
         self._address = point.address
-        return {"kind": RENDEZVOUS_KIND, "attempt": order["attempt"], **asdict(point)}
+        return point
 
-    def probe_peers(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a step of a trial: where this node listens, then which others it has not reached.
-
-        Any other step ends it.
-        """
-        said: dict[str, Any] = {
-            "kind": f"{CONNECTION_TEST_KIND} {order['step']}",
-            "attempt": order["attempt"],
-        }
-        if order["step"] == "listen":
+    def probe_peers(self, order: ConnectionTestStep) -> ConnectionTestReport:
+        """Listen, then try the others, then end."""
+        if order.step == "listen":
             self._end_trial()
             # Without an address it would listen at all of them.
             with contextlib.suppress(OSError):
                 self._trial = ConnectionTest(self._address) if self._address else None
-            return said | {"place": self._trial.place if self._trial else None}
-        if order["step"] == "try" and self._trial is not None:
-            return said | {"failed": self._trial.failures(order["places"])}
+            place = self._trial.place if self._trial else None
+            return ConnectionTestReport(order.attempt, order.step, place)
+        if order.step == "try" and self._trial is not None:
+            return ConnectionTestReport(order.attempt, order.step, failed=self._trial.failures(order.places))
         self._end_trial()
-        return said | {"failed": {}}
+        return ConnectionTestReport(order.attempt, order.step)
 
     def _end_trial(self) -> None:
         if self._trial is not None:
@@ -116,10 +132,3 @@ class NodeRendezvous:
         if self._lease is not None:
             self._lease.close()
             self._lease = None
-
-
-def parse_rendezvous_point(message: Mapping[str, Any]) -> RendezvousPoint:
-    """The answer of a node."""
-    notes: Sequence[str] = message.get("notes", ())
-    values = {name: message[name] for name in ("address", "interface", "port", "warning", "problem")}
-    return RendezvousPoint(**values, notes=tuple(notes))

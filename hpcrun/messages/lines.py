@@ -10,10 +10,13 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hpcrun import __version__
 from hpcrun.files import OwnedDirectory
+from hpcrun.typed_json import TaggedUnion, WrongValue, render_typed
+
+T = TypeVar("T")
 
 MAX_HANDSHAKE_BYTES = 4096
 _MAX_LINE_BYTES = 256 << 20
@@ -30,9 +33,9 @@ def describe_version_mismatch(theirs: str, version: str, ours: str) -> str:
     return f"{theirs} runs hpcrun {version}, {ours} {__version__}; install one version on all nodes"
 
 
-def render_json_line(message: dict[str, Any]) -> bytes:
-    """A message as a line."""
-    return (json.dumps(message) + "\n").encode()
+def render_json_line(message: Any) -> bytes:
+    """A message as a line; dataclasses are objects."""
+    return (render_typed(message) + "\n").encode()
 
 
 def parse_json_line(line: bytes | bytearray) -> dict[str, Any] | None:
@@ -133,21 +136,50 @@ class LineStream:
             self.flush()
 
 
-class JsonLineStream(LineStream):
-    """Lines of JSON."""
+class MessageStream(LineStream, Generic[T]):
+    """Typed messages, a line each, behind a line in which each end names its version."""
 
-    def receive(self) -> list[dict[str, Any] | None]:
-        """The whole messages that have come; None for a line that is none."""
-        return [parse_json_line(line) for line in self.receive_lines() if line.strip()]
+    def __init__(self, reading: int, writing: int, kinds: TaggedUnion[T], *, ours: str, theirs: str) -> None:
+        """`kinds`: what the other end may say; `ours` and `theirs`: what the ends are called in messages."""
+        super().__init__(reading, writing)
+        self._kinds, self._ours, self._theirs = kinds, ours, theirs
+        self._is_greeted = False
+        self.put(render_json_line({"hpcrun": __version__}))
 
-    def send(self, message: dict[str, Any]) -> None:
+    def receive(self) -> list[T | WrongValue]:
+        """The messages that have come; in place of one that makes no sense, what is wrong with it.
+
+        VersionMismatchError: the other end is of another version, and is not heard any more.
+        """
+        lines = [line for line in self.receive_lines() if line.strip()]
+        if lines and not self._is_greeted:
+            self._check_version(parse_json_line(lines.pop(0)))
+        return [] if self.why else [self._parse(line) for line in lines]
+
+    def _check_version(self, greeting: dict[str, Any] | None) -> None:
+        self._is_greeted = True
+        version = (greeting or {}).get("hpcrun")
+        if not isinstance(version, str):
+            self.fail(f"{self._theirs} does not say its version")
+        elif version != __version__:
+            self.fail(describe_version_mismatch(self._theirs, version[:40], self._ours))
+            raise VersionMismatchError(self.why)
+
+    def _parse(self, line: bytes) -> T | WrongValue:
+        try:
+            return self._kinds.parse(parse_json_line(line))
+        except WrongValue as error:
+            return error
+
+    def send(self, message: Any) -> None:
         """Send a message; that the other side is gone is noticed where its messages are read."""
         self.put(render_json_line(message))
 
 
-def connect_unix_socket(folder: Path, name: str) -> socket.socket:
-    """To the Unix socket of this name in a folder; OSError where nobody listens."""
+def connect_unix_socket(folder: Path, name: str, timeout_s: float | None = None) -> socket.socket:
+    """To the Unix socket of this name in a folder; OSError where nobody listens, or takes us in in time."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
     try:
         with _short_socket_path(folder) as short:
             connection.connect(f"{short}/{name}")

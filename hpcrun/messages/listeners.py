@@ -75,12 +75,22 @@ def accept_own_user(listener: socket.socket) -> Iterator[tuple[socket.socket, in
 
 def own_user_peer_pid(connection: socket.socket) -> int | None:
     """The process at the other end of a Unix socket; None where it is another user's, or not to be told."""
+    pid, user = _peer_credentials(connection)
+    return pid if user == os.getuid() else None
+
+
+def peer_user(connection: socket.socket) -> int | None:
+    """The user id of the process at the other end of a Unix socket; None where the kernel does not tell."""
+    return _peer_credentials(connection)[1]
+
+
+def _peer_credentials(connection: socket.socket) -> tuple[int | None, int | None]:
     try:
-        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except OSError:
-        return None
-    pid, user, _ = _CREDENTIALS.unpack(told)
-    return int(pid) if user == os.getuid() else None
+        return None, None
+    pid, user, _ = _CREDENTIALS.unpack(credentials)
+    return pid, user
 
 
 def shut_down_connection(connection: socket.socket) -> None:

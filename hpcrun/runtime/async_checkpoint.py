@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from hpcrun.checkpoint.commit import locate_draft
-from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel, GenerationId
+from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel, GenerationId, StoreResult
+from hpcrun.checkpoint.worker_messages import PartSealed, RankNews, SaveFailed, SaveStalled, WorkerPong
 from hpcrun.errors import SiteError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
@@ -149,7 +149,7 @@ class AsyncCheckpointer:
             copied = session.snapshot.fence()
             if session.link is None:
                 return  # it was told when the worker was lost
-            session.link.filled(save.slot, save.key, asdict(save.stamp), list(save.levels))
+            session.link.filled(save.slot, save.key, save.stamp, list(save.levels))
         except WorkerGoneError as error:
             self._disconnect_worker(str(error))
         except SiteError as error:
@@ -161,7 +161,7 @@ class AsyncCheckpointer:
 
     def _abandon_copy(self, save: PendingSave, why: str) -> None:
         if self._session.link is not None:
-            self._session.link.lost(asdict(save.stamp), why)
+            self._session.link.lost(save.stamp, why)
 
     def _record_copy(self, save: PendingSave, copied: CopyResult) -> None:
         self._reports.record(
@@ -280,7 +280,7 @@ class AsyncCheckpointer:
             link = self._session.link
             if slot is None and link is not None:
                 answer_s = None if may_wait else QUICK_ANSWER_S
-                answer = link.claim(generation, step, self._saves.published, answer_s)
+                answer = link.claim(generation, self._saves.published, answer_s)
                 slot, busy = (answer, "") if isinstance(answer, int) else (None, answer)
             is_late = time.monotonic() - begin > _DEGRADE_S or bool(self._saves.waits_for)
             bits = (_BUSY if slot is None else 0) | (_SLOT_EXPECTED if self._saves.oldest_unfinished else 0)
@@ -339,37 +339,36 @@ class AsyncCheckpointer:
         except WorkerGoneError as error:
             self._disconnect_worker(str(error))
 
-    def _hear(self, message: Mapping[str, Any]) -> None:
-        save = self._saves.find(message.get("generation") or message.get("stamp", {}).get("generation"))
+    def _hear(self, message: RankNews) -> None:
+        save = None if isinstance(message, WorkerPong) else self._saves.find(message.stamp.generation)
         if save is None:
             return
-        kind, level = message.get("kind"), str(message.get("level", "memory"))
-        if kind == "sealed":
-            save.is_sealed = True
-            self._compare(save)
-        elif kind == "stalled":
-            save.waits_for = str(message.get("why"))
-            self._reports.stall(save.stamp.step, level, message["seconds"], save.waits_for)
-        elif kind == "failed" or (kind == "stored" and message.get("problem")):
-            # All ranks of the node are told the same.
-            why = str(message.get("why") or message.get("problem"))
-            self._fail(save, level, why, is_told=self._reports.is_speaker)
-        elif kind == "stored" and level not in save.outcomes:
-            save.outcomes[level] = None
-            facts = dict(message.get("facts") or {})
-            self._reports.record(
-                StoredMetric(
-                    save.stamp.step,
-                    level,
-                    seconds=max(0.0, message["seconds"]),
-                    size_bytes=message["size_bytes"],
-                    # The wall clock may have been set meanwhile.
-                    lag_s=max(0.0, time.time() - save.begun),
-                    stored_bytes=facts.pop("stored_bytes", None),
-                    rested_s=facts.pop("rested_s", 0.0),
-                    facts=facts,
+        match message:
+            case PartSealed():
+                save.is_sealed = True
+                self._compare(save)
+            case SaveStalled(_, level, why, seconds):
+                save.waits_for = why
+                self._reports.stall(save.stamp.step, level, seconds, why)
+            case SaveFailed(_, level, why):
+                # All ranks of the node are told the same.
+                self._fail(save, level, why, is_told=self._reports.is_speaker)
+            case StoreResult(_, level, seconds, size_bytes) if level not in save.outcomes:
+                save.outcomes[level] = None
+                facts = dict(message.facts)
+                self._reports.record(
+                    StoredMetric(
+                        save.stamp.step,
+                        level,
+                        seconds=max(0.0, seconds),
+                        size_bytes=size_bytes,
+                        # The wall clock may have been set meanwhile.
+                        lag_s=max(0.0, time.time() - save.begun),
+                        stored_bytes=facts.pop("stored_bytes", None),
+                        rested_s=facts.pop("rested_s", 0.0),
+                        facts=facts,
+                    )
                 )
-            )
 
     def _compare(self, save: PendingSave) -> None:
         session = self._session

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
-import socket
-import struct
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from hpcrun.checkpoint import worker_messages as wire
+from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId
 from hpcrun.errors import SiteError
-from hpcrun.messages.lines import parse_json_line
+from hpcrun.messages.lines import MessageStream, VersionMismatchError, connect_unix_socket
+from hpcrun.messages.listeners import peer_user
+from hpcrun.typed_json import WrongValue
 
-_ANSWER_KINDS = {"reserved", "refused", "planned", "claimed", "busy", "error"}
-"""What comes because it was asked for; all else is news."""
 _ANSWER_S, _RESERVE_S = 60.0, 600.0
 """Memory is filled when it is reserved, which takes a while."""
 _HEARTBEAT_EVERY_S, WORKER_STUCK_S = 2.0, 30.0
 """A worker that has been quiet is asked for a sign of life, and given up when none comes."""
-_MAX_LINE_BYTES = 1 << 20
-_CREDENTIALS = struct.Struct("3i")
+_A = TypeVar("_A", bound=wire.RankAnswer)
 
 
 class WorkerGoneError(SiteError):
@@ -47,75 +46,67 @@ class RankWorkerClient:
     def __init__(self, path: Path, rank: int, sign_s: float = WORKER_STUCK_S) -> None:
         """WorkerGoneError where no worker of this user listens, or one that gives no sign of life."""
         self._path, self._rank = path, rank
-        self._read = bytearray()
-        self._news: list[dict[str, Any]] = []
+        self._news: list[wire.RankNews] = []
+        self._answers: list[wire.RankAnswer] = []
         self._heard, self._heartbeat_requested = time.monotonic(), 0.0
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            _connect(self._socket, path)
-            told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            self._socket = connect_unix_socket(path.parent, path.name, _ANSWER_S)
         except OSError as error:
-            self._socket.close()
             raise WorkerGoneError(f"{path}: no checkpoint worker listens: {error.strerror}") from None
-        if (uid := _CREDENTIALS.unpack(told)[1]) != os.getuid():
-            self._socket.close()
-            raise WorkerGoneError(f"{path}: the worker there is user {uid}'s; remove that socket")
         try:
+            if (uid := peer_user(self._socket)) != os.getuid():
+                raise WorkerGoneError(f"{path}: the worker there is user {uid}'s; remove that socket")
+            number = self._socket.fileno()
+            self._stream = MessageStream(
+                number, number, wire.RANK_MESSAGES, ours=f"rank {rank}", theirs="the checkpoint worker"
+            )
             self._await_first_answer(sign_s)
-        except WorkerGoneError:
+        except SiteError:
             self._socket.close()
             raise
 
     def reserve(
-        self, size_bytes: int, slots: int, local_ranks: list[int], part_count: int
-    ) -> tuple[list[Path], list[str]]:
+        self, size_bytes: int, slots: int, local_ranks: list[int]
+    ) -> tuple[list[Path], list[CheckpointLevel]]:
         """Memory for parts of this size, and the levels below it; SiteError where the node has no memory."""
-        words: dict[str, Any] = {"size_bytes": size_bytes, "slots": slots, "ranks": local_ranks}
-        answer = self._ask("reserve", _RESERVE_S, **words, part_count=part_count)
-        if answer["kind"] != "reserved":
-            raise SiteError(f"no memory for saves on this node: {_refusal_reason(answer)}")
-        return [Path(one) for one in answer["slots"]], list(answer["levels"])
+        answer = self._ask(wire.ReserveSlots(self._rank, size_bytes, slots, tuple(local_ranks)), _RESERVE_S)
+        reserved = _expect(wire.SlotsReserved, answer, "no memory for saves on this node")
+        return [Path(path) for path in reserved.slots], list(reserved.levels)
 
-    def plan(self, key: int, pieces: list[Any], file: int, start: int) -> None:
+    def plan(self, key: int, pieces: Sequence[Any], file: int, start: int) -> None:
         """Tell what a filled slot will hold, and where that belongs in the run directory."""
-        answer = self._ask("plan", _ANSWER_S, key=key, pieces=pieces, file=file, start=start)
-        if answer["kind"] != "planned":
-            raise SiteError(f"the checkpoint worker refuses a plan: {_refusal_reason(answer)}")
+        answer = self._ask(wire.PlanSlot(self._rank, key, tuple(pieces), file, start), _ANSWER_S)
+        _expect(wire.SlotPlanned, answer, "the checkpoint worker refuses a plan")
 
-    def claim(
-        self, generation: str, step: int, published: str | None, answer_s: float | None = None
-    ) -> int | str:
+    def claim(self, generation: str, published: str | None, answer_s: float | None = None) -> int | str:
         """The slot for a generation; a text where none is free for now."""
-        answer = self._ask(
-            "claim", answer_s or _ANSWER_S, generation=generation, step=step, published=published
-        )
-        if answer["kind"] == "busy":
-            return _refusal_reason(answer)
-        if answer["kind"] != "claimed":
-            raise SiteError(f"the checkpoint worker gives no slot: {_refusal_reason(answer)}")
-        return int(answer["slot"])
+        answer = self._ask(wire.ClaimSlot(self._rank, generation, published), answer_s or _ANSWER_S)
+        if isinstance(answer, wire.SlotsBusy):
+            return answer.why
+        return _expect(wire.SlotClaimed, answer, "the checkpoint worker gives no slot").slot
 
-    def filled(self, slot: int, key: int, stamp: dict[str, Any], levels: list[str]) -> None:
+    def filled(self, slot: int, key: int, stamp: GenerationId, levels: list[CheckpointLevel]) -> None:
         """A slot holds all bytes of this rank's part of a generation."""
-        self._send("filled", slot=slot, key=key, stamp=stamp, levels=levels)
+        self._send(wire.SlotFilled(self._rank, slot, key, stamp, tuple(levels)))
 
-    def lost(self, stamp: dict[str, Any], why: str) -> None:
+    def lost(self, stamp: GenerationId, why: str) -> None:
         """A slot that was claimed will not be filled, and this rank has no part of that generation."""
-        self._send("lost", stamp=stamp, why=why)
+        self._send(wire.SlotLost(self._rank, stamp, why))
 
     def degrade(self) -> None:
         """Let older generations go no further than they have come."""
-        self._send("degrade")
+        self._send(wire.DegradeSaves(self._rank))
 
     def hasten(self) -> None:
         """Somebody waits for what was filled: the worker need not spare training now."""
-        self._send("hasten")
+        self._send(wire.HastenFlush(self._rank))
 
     def _await_first_answer(self, sign_s: float) -> None:
         """Hear whether the worker lives: one that is stopped is connected to all the same."""
-        self._send("ping")
-        before = self._heard
-        self._receive(sign_s)
+        self._send(wire.PingFromRank(self._rank))
+        before, deadline = self._heard, time.monotonic() + sign_s
+        while self._heard == before and (left := deadline - time.monotonic()) > 0:
+            self._receive(left)
         if self._heard == before:
             raise WorkerGoneError(f"{self._path}: the checkpoint worker gives no sign of life")
 
@@ -125,84 +116,62 @@ class RankWorkerClient:
         if self._heartbeat_requested < self._heard:
             if now - self._heard > _HEARTBEAT_EVERY_S:
                 self._heartbeat_requested = now
-                self._send("ping")
+                self._send(wire.PingFromRank(self._rank))
         elif now - self._heartbeat_requested > WORKER_STUCK_S:
             raise WorkerGoneError(
                 f"{self._path}: the checkpoint worker gives no sign of life for {WORKER_STUCK_S:g} s"
             )
 
-    def news(self, wait_s: float = 0.0) -> list[dict[str, Any]]:
+    def news(self, wait_s: float = 0.0) -> list[wire.RankNews]:
         """What the worker has told unasked since the last time; WorkerGoneError when it is gone."""
-        if not self._news:
-            self._receive(wait_s)
-        else:
-            self._receive(0.0)
-        told, self._news = self._news, []
-        return told
+        self._receive(0.0 if self._news else wait_s)
+        news, self._news = self._news, []
+        return news
 
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
 
-    def _ask(self, verb: str, wait_s: float, **words: Any) -> dict[str, Any]:
-        self._send(verb, **words)
+    def _ask(self, request: wire.AnyRankRequest, wait_s: float) -> wire.RankAnswer:
+        self._answers.clear()
+        self._send(request)
         deadline = time.monotonic() + wait_s
         while True:
-            answer = self._receive(max(0.0, deadline - time.monotonic()), for_answer=True)
-            if answer is not None:
-                return answer
+            self._receive(max(0.0, deadline - time.monotonic()))
+            if self._answers:
+                return self._answers[-1]
             if time.monotonic() >= deadline:
                 raise WorkerGoneError(f"{self._path}: the checkpoint worker gave no answer in {wait_s:g} s")
 
-    def _send(self, verb: str, **words: Any) -> None:
-        line = json.dumps({"do": verb, "rank": self._rank, **words}, separators=(",", ":")) + "\n"
+    def _send(self, request: wire.AnyRankRequest) -> None:
+        self._stream.send(request)
+        self._stream.flush_all(_ANSWER_S)
+        if self._stream.is_broken or self._stream.has_pending_output:
+            raise WorkerGoneError(f"{self._path}: the checkpoint worker has ended")
+
+    def _receive(self, wait_s: float) -> None:
+        """Take in what is there, waiting for the first of it."""
+        if not select.select([self._socket], [], [], wait_s)[0]:
+            return
         try:
-            self._socket.settimeout(_ANSWER_S)
-            self._socket.sendall(line.encode())
-        except OSError as error:
-            raise WorkerGoneError(
-                f"{self._path}: the checkpoint worker has ended ({error.strerror or error})"
-            ) from None
-
-    def _receive(self, wait_s: float, *, for_answer: bool = False) -> dict[str, Any] | None:
-        """Take in what is there, waiting for the first of it; an answer, where one is waited for."""
-        while True:
-            ready, _, _ = select.select([self._socket], [], [], wait_s)
-            if not ready:
-                return None
-            try:
-                data = self._socket.recv(_MAX_LINE_BYTES)
-            except OSError:
-                data = b""
-            if not data:
-                raise WorkerGoneError(f"{self._path}: the checkpoint worker has ended")
+            messages = self._stream.receive()
+        except VersionMismatchError as error:
+            raise WorkerGoneError(f"{self._path}: {error}") from error
+        if messages:
             self._heard = time.monotonic()
-            self._read += data
-            *lines, rest = self._read.split(b"\n")
-            self._read = bytearray(rest)
-            found: dict[str, Any] | None = None
-            for line in lines:
-                told = parse_json_line(bytes(line))
-                if told is None:
-                    continue
-                if told.get("kind") in _ANSWER_KINDS:
-                    found = told
-                else:
-                    self._news.append(told)
-            if for_answer:
-                return found
-            wait_s = 0.0
+        for message in messages:
+            if isinstance(message, wire.RankAnswer):
+                self._answers.append(message)
+            elif not isinstance(message, WrongValue):
+                self._news.append(message)
+        if self._stream.is_closed and not messages:
+            why = f": {self._stream.why}" if self._stream.why else ""
+            raise WorkerGoneError(f"{self._path}: the checkpoint worker has ended{why}")
 
 
-def _refusal_reason(answer: dict[str, Any]) -> str:
-    return str(answer.get("why") or answer.get("text") or "it does not say why")
-
-
-def _connect(ours: socket.socket, path: Path) -> None:
-    """Connect through a descriptor of the directory: the name of a socket may have 107 bytes only."""
-    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        ours.settimeout(_ANSWER_S)
-        ours.connect(f"/proc/self/fd/{directory}/{path.name}")
-    finally:
-        os.close(directory)
+def _expect(kind: type[_A], answer: wire.RankAnswer, problem: str) -> _A:
+    """The answer that was asked for; SiteError with the worker's reason where it is another."""
+    if isinstance(answer, kind):
+        return answer
+    why = answer.why if isinstance(answer, wire.RequestRefused | wire.SlotsBusy) else "it does not say why"
+    raise SiteError(f"{problem}: {why}")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
+import select
 import subprocess
 import sys
 import threading
@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
+from hpcrun.checkpoint import worker_messages as wire
 from hpcrun.checkpoint.flush.arena import SHM, SOCKET_NAME, find_arena, remove_arena_folder
 from hpcrun.checkpoint.flush.stale_memory import has_live_worker, is_held_by_script, lock_run_memory
 from hpcrun.errors import SiteError
 from hpcrun.files import OwnedDirectory
 from hpcrun.launch.agents.memory_cleanup import clean_up_memory
 from hpcrun.launcher_world import without_rank_variables
+from hpcrun.messages.lines import MessageStream, VersionMismatchError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.stderr_notes import write_stderr_line
 from hpcrun.runtime.worker_client import RankWorkerClient, WorkerGoneError
@@ -71,6 +72,7 @@ class OwnWorker:
         self._is_node_leader = control.local_rank == 0
         self._node, self._run_id = _arena_name(RunDir(run), control), RunDir(run).run_id
         self._child: subprocess.Popen[bytes] | None = None
+        self._stream: MessageStream[wire.WorkerMessage] | None = None
         self._listener: threading.Thread | None = None
         self._held: OwnedDirectory | None = None
         self._proved = threading.Event()
@@ -128,7 +130,7 @@ class OwnWorker:
         """End the worker and give the memory back; whoever wants all of it stored has waited for that."""
         if self._child is None:
             return
-        self._tell({"do": "end"})
+        self._tell(wire.EndWorker())
         self._reap()
         if (folder := find_arena(SHM, self._run_id, self._node)) is not None:
             remove_arena_folder(folder)
@@ -165,18 +167,26 @@ class OwnWorker:
             )
         except OSError as error:
             raise SiteError(f"{sys.executable}: the checkpoint worker cannot be started: {error}") from None
-        told: dict[str, Any] = {
-            "spec": self._spec.model_dump(mode="json"),
-            "attempt": self._attempt,
-            "script": True,
-        }
-        alone: dict[str, Any] = {"set": None, "parity": 0, "peers": {}, "secret": os.urandom(16).hex()}
-        run: dict[str, Any] = {
-            "run": str(self._run),
-            "run_ids": RunDir(self._run).run_ids,
-            "node": self._node,
-        }
-        self._tell({"do": "configure", **run, **told, **alone})
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._stream = MessageStream(
+            self._child.stdout.fileno(),
+            self._child.stdin.fileno(),
+            wire.WORKER_MESSAGES,
+            ours="the rank that started it",
+            theirs="the checkpoint worker",
+        )
+        self._tell(
+            wire.ConfigureWorker(
+                str(self._run),
+                self._node,
+                self._attempt,
+                self._spec.model_dump(mode="json"),
+                tuple(RunDir(self._run).run_ids),
+                is_of_script=True,
+                secret=os.urandom(16).hex(),
+            )
+        )
         self._await_ready()
         if (folder := find_arena(SHM, self._run_id, self._node)) is not None:
             held, self._held = self._held, lock_run_memory(folder)
@@ -184,34 +194,38 @@ class OwnWorker:
                 held.close()
         _own_workers[self._node] = self
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        assert self._child is not None
-        assert self._child.stdin is not None
-        with suppress(OSError):
-            self._child.stdin.write(json.dumps(message).encode() + b"\n")
-            self._child.stdin.flush()
+    def _tell(self, order: wire.WorkerOrder) -> None:
+        assert self._stream is not None
+        self._stream.send(order)
+        self._stream.flush_all(_END_S)
 
     def _await_ready(self) -> None:
         """Wait for its first word; what it says later its ranks hear too, so that it is only taken in."""
         assert self._child is not None
         assert self._child.stdout is not None
-        out, is_ready = self._child.stdout, threading.Event()
+        assert self._stream is not None
+        out, stream, is_ready = self._child.stdout, self._stream, threading.Event()
         refused: list[str] = []
 
         def listen() -> None:
             with out:
-                for line in out:
-                    with suppress(ValueError):
-                        told = json.loads(line)
-                        if told.get("kind") == "ready":
-                            is_ready.set()
-                        elif told.get("kind") == "proved":
-                            self._problems = {str(k): str(v) for k, v in told.get("problems", {}).items()}
-                            self._proved.set()
-                        elif told.get("kind") == "log":
-                            write_stderr_line(f"{self._node}: {told.get('text')}")
-                        elif told.get("kind") == "error":
-                            refused.append(str(told.get("why")))
+                while not stream.is_closed:
+                    select.select([out], [], [])
+                    try:
+                        messages = stream.receive()
+                    except VersionMismatchError as error:
+                        messages = [wire.WorkerError(str(error))]
+                    for message in messages:
+                        match message:
+                            case wire.WorkerReady():
+                                is_ready.set()
+                            case wire.WritesProbed(problems):
+                                self._problems = problems
+                                self._proved.set()
+                            case wire.WorkerLog(text):
+                                write_stderr_line(f"{self._node}: {text}")
+                            case wire.WorkerError(why):
+                                refused.append(why)
 
         self._listener = threading.Thread(target=listen, name="hpcrun-checkpoint-worker", daemon=True)
         self._listener.start()

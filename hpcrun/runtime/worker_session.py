@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from hpcrun.checkpoint.levels import CheckpointLevel
+from hpcrun.messages.lines import VersionMismatchError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.resharding import WritePlan, plan_write
 from hpcrun.runtime.snapshot import StateSnapshot
@@ -27,7 +29,7 @@ class WorkerSession:
         self.plan: WritePlan | None = None
         self.key = 0
         """Of the plan, as the worker knows it."""
-        self.offered: list[str] = []
+        self.offered: list[CheckpointLevel] = []
         """The levels that the worker stores at."""
         self.node = ""
         self._is_planned = False
@@ -44,8 +46,9 @@ class WorkerSession:
                 socket = self._home.socket()
                 sign_s = QUICK_ANSWER_S if was_there else WORKER_STUCK_S
                 self.link, self._is_planned = RankWorkerClient(socket, self._control.rank, sign_s), False
-            except WorkerGoneError:
-                if time.monotonic() > deadline:
+            except WorkerGoneError as error:
+                is_refused = isinstance(error.__cause__, VersionMismatchError)
+                if is_refused or time.monotonic() > deadline:
                     raise
                 time.sleep(_CONNECT_POLL_S)
         # Nodes that are only pretended share a host, but not a worker.
@@ -67,11 +70,10 @@ class WorkerSession:
         if self.snapshot is not None:
             self.snapshot.close()
             self.snapshot = None
-        asked = (plan.part_bytes, slots, list(local_ranks), self._control.size)
-        paths, self.offered = self.link.reserve(*asked)
+        paths, self.offered = self.link.reserve(plan.part_bytes, slots, list(local_ranks))
         self.snapshot = StateSnapshot(paths, plan.part_bytes, self._control.rank)
         self.key += 1
-        self.link.plan(self.key, [list(piece) for piece in plan.pieces], plan.file, plan.start)
+        self.link.plan(self.key, plan.pieces, plan.file, plan.start)
         self._is_planned = True
         return len(paths)
 

@@ -261,7 +261,7 @@ def _with_worker(root: Path, delays: Sequence[float], *, agent: bool) -> Told:
         for rank in ranks:
             rank.save(2, ["local", "durable"])
         for rank in ranks:
-            rank.wait("stored", level="durable")
+            rank.wait("store_result", level="durable")
         for rank in ranks:
             rank.save(STEP, ["local", "durable"], 2)
         signal.sigtimedwait([], delay)
@@ -303,7 +303,7 @@ def killed_rank(root: Path, _quick: bool) -> Told:
     for rank in ranks:
         rank.save(2, ["durable"])
     for rank in ranks:
-        rank.wait("stored", level="durable")
+        rank.wait("store_result", level="durable")
     ranks[0].save(STEP, ["durable"], 2)
     ranks[1].close()
     os.sched_yield()

@@ -29,9 +29,10 @@ from hpcrun.checkpoint.restore.decide import (
     describe_plan_levels,
     generation_id_of,
 )
-from hpcrun.checkpoint.restore_plan import SHARED_NODE, parse_rebuild_order, parse_restore_plan
+from hpcrun.checkpoint.restore_plan import SHARED_NODE, RebuildOrder, parse_restore_plan
 from hpcrun.specs.descent import lineage_order, select_lineage
 from hpcrun.specs.saves import SavedCheckpoint, UnreadableCheckpoint
+from hpcrun.typed_json import parse_typed, render_typed
 
 NODES = ("a", "b", "c", "d")
 RUN = Path("checkpoints")
@@ -295,7 +296,7 @@ def test_a_plan_travels_as_json_and_shows_when_it_was_changed() -> None:
         with pytest.raises(ValueError, match="does not match its digest"):
             parse_restore_plan(told | {"lost_steps": 77})
     order = decide_restore(left, [], [], [], {}, ("a", "c", "d")).rebuilds[0]
-    assert parse_rebuild_order(json.loads(json.dumps(order, default=vars))) == order
+    assert parse_typed(RebuildOrder, json.loads(render_typed(order))) == order
     with pytest.raises(ValueError, match="not a restore plan: digest is missing"):
         parse_restore_plan({})
 

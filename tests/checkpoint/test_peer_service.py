@@ -41,7 +41,7 @@ class Neighbours:
             for name, host in self.hosts.items():
                 is_member = self.members is not None and name in self.members
                 host.say(
-                    do="configure",
+                    kind="configure_worker",
                     run=str(self.run.path),
                     node=name,
                     attempt=attempt,
@@ -52,7 +52,7 @@ class Neighbours:
                     secret=secret,
                     address=ADDRESS,
                 )
-            self.ready = {name: host.wait("ready") for name, host in self.hosts.items()}
+            self.ready = {name: host.wait("worker_ready") for name, host in self.hosts.items()}
 
     def ranks(self, each: int) -> list[Rank]:
         """So many ranks on each node, with slots."""
@@ -88,9 +88,9 @@ def rebuild_all(neighbours: Neighbours, plan: RestorePlan) -> list[InventoryEntr
     made = []
     for number, order in enumerate(plan.rebuilds):
         host = neighbours.hosts[order.node]
-        host.say(do="rebuild", id=number, order=json.loads(json.dumps(asdict(order))))
-        told = host.wait("rebuilt", id=number)
-        assert "problem" not in told, told
+        host.say(kind="rebuild_parts", id=number, order=json.loads(json.dumps(asdict(order))))
+        told = host.wait("parts_rebuilt", id=number)
+        assert told["problem"] is None, told
         made.append(parse_inventory_entry(told["holding"]))
     return made
 
@@ -108,9 +108,9 @@ def save_all(ranks: list[Rank], step: int, levels: tuple[str, ...] = ("parity",)
     for rank in ranks:
         rank.save(step, levels, **more)
     for rank in ranks:
-        rank.wait("sealed")
+        rank.wait("part_sealed")
         for level in levels:
-            rank.wait("stored", level=level)
+            rank.wait("store_result", level=level)
 
 
 def test_a_lost_node_s_parts_are_made_again_by_another(three: Neighbours) -> None:
@@ -118,7 +118,7 @@ def test_a_lost_node_s_parts_are_made_again_by_another(three: Neighbours) -> Non
     ranks = three.ranks(2)
     save_all(ranks, 2)
     save_all(ranks, 4, published=2)
-    told = three.hosts["a"].wait("stored")
+    told = three.hosts["a"].wait("store_result")
     assert (told["problem"], told["facts"]["set"]) == (None, ["a", "b", "c"])
     (held,) = [one for one in three.holdings() if (one.level, one.node, one.stamp.step) == ("memory", "b", 4)]
     lost = {one.number: one for one in held.parts}
@@ -158,11 +158,11 @@ def test_the_same_attempt_goes_on_undisturbed_when_all_are_told_anew(three: Neig
     ranks = three.ranks(1)
     for rank in ranks[:2]:
         rank.save(2, ["parity"])
-        rank.wait("sealed")
+        rank.wait("part_sealed")
     three.configure()
     ranks[2].save(2, ["parity"])
     for rank in ranks:
-        rank.wait("stored", level="parity")
+        rank.wait("store_result", level="parity")
 
 
 def test_without_one_of_its_members_a_set_has_nothing_and_says_who(three: Neighbours) -> None:
@@ -171,10 +171,10 @@ def test_without_one_of_its_members_a_set_has_nothing_and_says_who(three: Neighb
     for rank in ranks[:2]:
         rank.save(2, ["parity", "durable"])
     for name in "ab":
-        three.hosts[name].wait("sealed")
+        three.hosts[name].wait("generation_sealed")
     three.configure(attempt=2)
     for name in "ab":
-        told = three.hosts[name].wait("stored", level="parity")
+        told = three.hosts[name].wait("store_result", level="parity")
         assert told["problem"], told
     assert not [one for one in three.holdings() if one.level == "parity"]
 
@@ -183,9 +183,9 @@ def test_where_no_secret_was_told_nobody_listens(root: Path) -> None:
     neighbours = Neighbours(root, "ab", 1)
     try:
         neighbours.configure(secret="")
-        for one in neighbours.ready.values():
+        for name, one in neighbours.ready.items():
             assert (one["port"], one["address"]) == (0, "")
-            assert "was told no address and secret" in one["missing"]["parity"]
+            assert "was told no address and secret" in neighbours.hosts[name].wait("worker_log")["text"]
     finally:
         for host in neighbours.hosts.values():
             host.kill()
@@ -193,10 +193,10 @@ def test_where_no_secret_was_told_nobody_listens(root: Path) -> None:
 
 def test_an_order_that_makes_no_sense_is_answered(three: Neighbours) -> None:
     host = three.hosts["a"]
-    host.say(do="rebuild", id=7, order={"members": 3})
-    assert "no order to rebuild" in host.wait("rebuilt", id=7)["problem"]
-    host.say(do="rebuild", id=8)
-    assert "no order to rebuild" in host.wait("rebuilt", id=8)["problem"]
+    host.say(kind="rebuild_parts", id=7, order={"members": 3})
+    assert host.wait("worker_error")["why"] == "rebuild_parts: order: stamp: is missing"
+    host.say(kind="rebuild_parts", id=8)
+    assert host.wait("worker_error")["why"] == "rebuild_parts: order: is missing"
 
 
 def test_what_is_damaged_in_memory_is_found_when_it_is_doubted_and_made_again(three: Neighbours) -> None:
@@ -208,10 +208,10 @@ def test_what_is_damaged_in_memory_is_found_when_it_is_doubted_and_made_again(th
     flip(bad.path, 200)
     assert held in three.holdings(), "nobody has looked"
     for host in three.hosts.values():
-        host.say(do="inventory", id=9, prove=[held.stamp.generation])
-        told = [parse_inventory_entry(one) for one in host.wait("inventory", id=9)["holdings"]]
+        host.say(kind="take_inventory", id=9, prove=[held.stamp.generation])
+        told = [parse_inventory_entry(one) for one in host.wait("worker_inventory", id=9)["holdings"]]
         if host.node == "b":
-            assert "damaged, and left out: " in host.wait("log")["text"]
+            assert "damaged, and left out: " in host.wait("worker_log")["text"]
             assert [one.parts for one in told if one.level == "memory"] == [(good,)]
     # From now on it is told to nobody, as if it were not there.
     plan = three.plan()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,7 +18,9 @@ from hpcrun.checkpoint.flush.rank_requests import RankRequestHandler
 from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity
 from hpcrun.checkpoint.flush.throttle import Throttle
 from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry, NodeShards, Tier
+from hpcrun.checkpoint.worker_messages import RANK_REQUESTS
 from hpcrun.errors import SiteError
+from hpcrun.typed_json import render_typed
 from tests.checkpoint.generations import content_of
 from tests.checkpoint.loads import fill, plans_of, stamp_of
 
@@ -64,6 +67,11 @@ class Slow:
             self.stored = [load for load in self.stored if load.stamp.generation in generations]
 
 
+def keep_in(messages: list[dict[str, Any]]) -> Callable[[Any], None]:
+    """Keeps messages as the other end sees them."""
+    return lambda message: messages.append(json.loads(render_typed(message)))
+
+
 class Node:
     """A worker without its process: two ranks, a desk and a drain."""
 
@@ -73,8 +81,8 @@ class Node:
         }
         self.host: list[dict[str, Any]] = []
         self.heard: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
-        self.sends = {rank: self.heard[rank].append for rank in self.heard}
-        self.desk = RankRequestHandler(self.host.append)
+        self.sends = {rank: keep_in(messages) for rank, messages in self.heard.items()}
+        self.desk = RankRequestHandler(keep_in(self.host))
         arena = Arena(make_arena_folder(tmp_path, tmp_path / "r", "r", "n"))
         self.pipeline = FlushPipeline(arena, self.desk, lambda: None)
         self.checkpoints, self.hurry = tmp_path / "checkpoints", threading.Event()
@@ -82,8 +90,8 @@ class Node:
         self.plans = plans_of((0, 1), 2, 0)
         for rank, (pieces, plan) in enumerate(self.plans):
             told = [list(piece) for piece in pieces]
-            self.ask(rank, do="plan", key="k", pieces=told, file=plan.file, start=plan.start)
-            self.ask(rank, do="reserve", size_bytes=plan.layout.size_bytes, slots=slots, ranks=[0, 1])
+            self.ask(rank, kind="plan_slot", key=1, pieces=told, file=plan.file, start=plan.start)
+            self.ask(rank, kind="reserve_slots", size_bytes=plan.layout.size_bytes, slots=slots, ranks=[0, 1])
 
     def configure(self, attempt: int) -> None:
         stations: dict[CheckpointLevel, Tier] = dict(self.stations.items())
@@ -92,23 +100,27 @@ class Node:
         self.desk.open(self.pipeline, attempt)
 
     def ask(self, rank: int, **message: Any) -> None:
-        self.desk.hear({"rank": rank} | message, self.sends[rank])
+        self.desk.hear(
+            RANK_REQUESTS.parse(json.loads(json.dumps({"rank": rank} | message))), self.sends[rank]
+        )
 
     def claim(self, rank: int, step: int, published: int | None = None) -> dict[str, Any]:
         before = None if published is None else stamp_of(published, 2).generation
-        self.ask(rank, do="claim", generation=stamp_of(step, 2).generation, step=step, published=before)
+        self.ask(rank, kind="claim_slot", generation=stamp_of(step, 2).generation, published=before)
         return self.heard[rank][-1]
 
     def fill(self, rank: int, step: int, levels: Sequence[str], slot: int) -> None:
         pieces, plan = self.plans[rank]
         image = self.pipeline.arena.slots[rank][slot].image(plan.layout.size_bytes)
         fill(image, plan, [content_of(piece, step) for piece in pieces])
-        self.ask(rank, do="filled", slot=slot, key="k", stamp=asdict(stamp_of(step, 2)), levels=list(levels))
+        self.ask(
+            rank, kind="slot_filled", slot=slot, key=1, stamp=asdict(stamp_of(step, 2)), levels=list(levels)
+        )
 
     def save(self, step: int, levels: Sequence[str], published: int | None = None) -> None:
         for rank in (0, 1):
             claimed = self.claim(rank, step, published)
-            assert claimed["kind"] == "claimed", claimed
+            assert claimed["kind"] == "slot_claimed", claimed
             self.fill(rank, step, levels, claimed["slot"])
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -122,8 +134,8 @@ class Node:
         return [one for one in self.host if one["kind"] == kind]
 
     def until_stored(self, count: int) -> list[tuple[int, str, str | None]]:
-        self.until(lambda: len(self.told("stored")) == count)
-        return [(one["stamp"]["step"], one["level"], one["problem"]) for one in self.told("stored")]
+        self.until(lambda: len(self.told("store_result")) == count)
+        return [(one["stamp"]["step"], one["level"], one["problem"]) for one in self.told("store_result")]
 
 
 @pytest.fixture
@@ -148,14 +160,14 @@ def test_the_worker_spares_training_until_somebody_waits(node: Node) -> None:
     node.pipeline.throttle.begin_save()
     now += 1e9  # saves are far between
     for number, step in enumerate((2, 4)):
-        node.ask(0, do="hasten")  # for nothing that is on its way
+        node.ask(0, kind="hasten_flush")  # for nothing that is on its way
         node.save(step, ["durable"])
         time.sleep(0.05)
         node.pipeline.settle()
-        assert len(node.told("sealed")) == number
-        node.ask(1, do="hasten")
+        assert len(node.told("generation_sealed")) == number
+        node.ask(1, kind="hasten_flush")
         assert node.until_stored(number + 1)[-1] == (step, "durable", None)
-        assert node.told("stored")[-1]["facts"]["rested_s"] > 0
+        assert node.told("store_result")[-1]["facts"]["rested_s"] > 0
         now += 1e9
         node.until(
             lambda: not any(slot.in_flight for slots in node.pipeline.arena.slots.values() for slot in slots)
@@ -173,11 +185,11 @@ def test_level_after_level_and_save_after_save(node: Node) -> None:
     ]
     (load, _) = node.stations["durable"].stored
     assert [one.number for one in load.parts] == [0, 1]
-    assert [one["step"] for one in node.told("sealed")] == [2, 4]
+    assert [one["stamp"]["step"] for one in node.told("generation_sealed")] == [2, 4]
     for rank in (0, 1):
         kinds = [one["kind"] for one in node.heard[rank]]
-        assert kinds.count("sealed") == 2
-        assert kinds.count("stored") == 4
+        assert kinds.count("part_sealed") == 2
+        assert kinds.count("store_result") == 4
 
 
 def test_one_level_that_fails_does_not_stop_the_next(node: Node) -> None:
@@ -189,7 +201,7 @@ def test_one_level_that_fails_does_not_stop_the_next(node: Node) -> None:
         (2, "durable", None),
         (2, "object", "no such store"),
     ]
-    failed = [one for one in node.heard[1] if one["kind"] == "failed"]
+    failed = [one for one in node.heard[1] if one["kind"] == "save_failed"]
     assert [(one["level"], one["why"]) for one in failed] == [
         ("parity", "a peer does not answer"),
         ("object", "no such store"),
@@ -200,14 +212,14 @@ def test_a_slot_stays_as_it_is_while_it_is_on_its_way(node: Node) -> None:
     node.stations["durable"].gate.clear()
     node.save(2, ["durable"])
     node.save(4, ["durable"], published=2)
-    node.until(lambda: len(node.told("sealed")) == 2)
+    node.until(lambda: len(node.told("generation_sealed")) == 2)
     busy = node.claim(0, 6, published=4)
-    assert busy["kind"] == "busy"
+    assert busy["kind"] == "slots_busy"
     assert busy["why"].count("is on its way to the next level") == 2
     node.stations["durable"].gate.set()
     node.until_stored(2)
     node.until(lambda: not any(slot.in_flight for slot in node.pipeline.arena.every()))
-    assert node.claim(0, 6, published=4)["kind"] == "claimed"
+    assert node.claim(0, 6, published=4)["kind"] == "slot_claimed"
 
 
 def test_the_oldest_is_left_behind_once_for_a_save_that_found_no_slot(node: Node) -> None:
@@ -216,16 +228,16 @@ def test_the_oldest_is_left_behind_once_for_a_save_that_found_no_slot(node: Node
     node.save(2, ["local", "durable"])
     node.save(4, ["local", "parity", "durable"], published=2)
     node.until(lambda: local.begun == [2])
-    node.ask(0, do="degrade")
-    assert node.claim(0, 6, published=4)["kind"] == "busy"
-    assert node.claim(1, 6, published=4)["kind"] == "busy"
-    node.ask(0, do="degrade")
+    node.ask(0, kind="degrade_saves")
+    assert node.claim(0, 6, published=4)["kind"] == "slots_busy"
+    assert node.claim(1, 6, published=4)["kind"] == "slots_busy"
+    node.ask(0, kind="degrade_saves")
     parity.gate.clear()
     local.gate.set()
     node.until(lambda: parity.begun == [4])
     node.until_stored(3)
     node.until(lambda: sum(slot.in_flight for slot in node.pipeline.arena.every()) == 2)
-    node.ask(1, do="degrade")
+    node.ask(1, kind="degrade_saves")
     parity.gate.set()
     assert node.until_stored(5) == [
         (2, "local", None),
@@ -238,17 +250,17 @@ def test_the_oldest_is_left_behind_once_for_a_save_that_found_no_slot(node: Node
 
 
 def test_a_generation_that_one_rank_has_no_part_of_goes_nowhere(node: Node) -> None:
-    assert node.claim(0, 2)["kind"] == "claimed"
-    assert node.claim(1, 2)["kind"] == "claimed"
+    assert node.claim(0, 2)["kind"] == "slot_claimed"
+    assert node.claim(1, 2)["kind"] == "slot_claimed"
     node.fill(0, 2, ["durable"], 0)
     node.desk.leave(1, node.sends[1])
     node.until(lambda: bool(node.stations["durable"].abandoned))
     assert node.stations["durable"].abandoned == [(2, [0, 1], "rank 1 is gone")]
     node.until(lambda: not any(slot.in_flight for slot in node.pipeline.arena.every()))
-    assert node.heard[0][-1]["kind"] in ("failed", "sealed")
+    assert node.heard[0][-1]["kind"] in ("save_failed", "part_sealed")
     assert node.stations["durable"].stored == []
-    node.ask(1, do="plan", key="k", pieces=[list(p) for p in node.plans[1][0]], file=0, start=0)
-    assert node.claim(1, 2)["kind"] == "claimed"
+    node.ask(1, kind="plan_slot", key=1, pieces=[list(p) for p in node.plans[1][0]], file=0, start=0)
+    assert node.claim(1, 2)["kind"] == "slot_claimed"
     node.fill(1, 2, ["durable"], 0)
     assert "another rank of this node" in node.heard[1][-1]["why"]
 
@@ -257,7 +269,7 @@ def test_each_node_keeps_the_published_state_and_what_is_newer(node: Node) -> No
     local = node.stations["local"]
     for step, published in ((2, None), (4, 2), (6, 2), (8, 2), (10, 8)):
         node.save(step, ["local"], published)
-        node.until(lambda step=step: len(node.told("stored")) == step // 2)  # type: ignore[misc]
+        node.until(lambda step=step: len(node.told("store_result")) == step // 2)  # type: ignore[misc]
         node.until(lambda: not any(slot.in_flight for slot in node.pipeline.arena.every()))
     assert [load.stamp.step for load in local.stored] == [8, 10]
 
@@ -281,7 +293,7 @@ def test_the_end_comes_after_what_has_begun(node: Node) -> None:
     node.until(lambda: local.begun == [2])
     threading.Timer(0.05, local.gate.set).start()
     node.pipeline.close()
-    assert [(one["level"], one["problem"]) for one in node.told("stored")] == [
+    assert [(one["level"], one["problem"]) for one in node.told("store_result")] == [
         ("local", None),
         ("durable", "the worker ends"),
     ]
@@ -290,9 +302,9 @@ def test_the_end_comes_after_what_has_begun(node: Node) -> None:
 def test_ranks_that_disagree_about_who_they_are_wait_until_they_agree(tmp_path: Path) -> None:
     node = Node(tmp_path)
     kinds = [one["kind"] for one in node.heard[0]]
-    node.ask(0, do="reserve", size_bytes=4096, slots=2, ranks=[0])
-    assert [one["kind"] for one in node.heard[0]][len(kinds) :] == ["reserved"]
-    node.ask(1, do="reserve", size_bytes=4096, slots=2, ranks=[0])
+    node.ask(0, kind="reserve_slots", size_bytes=4096, slots=2, ranks=[0])
+    assert [one["kind"] for one in node.heard[0]][len(kinds) :] == ["slots_reserved"]
+    node.ask(1, kind="reserve_slots", size_bytes=4096, slots=2, ranks=[0])
     assert "beside ranks [0]" in node.heard[1][-1]["why"]
     node.pipeline.close()
 
@@ -304,7 +316,7 @@ def test_slots_leave_the_room_that_a_station_takes_of_the_memory(
     node = Node(tmp_path)
     node.pipeline.arena.room = lambda _: ShmCapacity(room, "of a test")
     for rank in (0, 1):
-        node.ask(rank, do="reserve", size_bytes=1 << 19, slots=2, ranks=[0, 1])
+        node.ask(rank, kind="reserve_slots", size_bytes=1 << 19, slots=2, ranks=[0, 1])
     assert len(node.heard[0][-1]["slots"]) == count
     node.pipeline.close()
 
@@ -359,7 +371,11 @@ def test_a_slow_object_store_keeps_no_save_waiting(node: Node) -> None:
     assert objects.begun == [1]
     objects.gate.set()
     node.until(lambda: not node.pipeline._copies)
-    told = [(one["stamp"]["step"], one["problem"]) for one in node.told("stored") if one["level"] == "object"]
+    told = [
+        (one["stamp"]["step"], one["problem"])
+        for one in node.told("store_result")
+        if one["level"] == "object"
+    ]
     left = "left out: a newer copy is due"
     assert told == [(1, None), (2, left), (3, left), (4, None)]
     # What it was given is no memory that is filled anew meanwhile.

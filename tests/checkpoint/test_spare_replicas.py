@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, NodeShards
 from hpcrun.checkpoint.parity.peers import PeerError
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
+from hpcrun.checkpoint.worker_messages import CopyParts, PartsCopied
 from hpcrun.errors import SiteError
+from hpcrun.typed_json import render_typed
 from tests.checkpoint.loads import load_of, stamp_of
 from tests.checkpoint.nodes import flip
 from tests.checkpoint.test_peer_service import Neighbours, save_all
@@ -47,12 +50,12 @@ def ranks_on(four: Neighbours, names: str = "abc", each: int = 2) -> list[Rank]:
 
 
 def order(host: Host, stamp: GenerationId, nodes: str, number: int = 1) -> None:
-    host.say(do="copy", id=number, stamp=asdict(stamp), nodes=list(nodes))
+    host.say(kind="copy_parts", id=number, stamp=asdict(stamp), nodes=list(nodes))
 
 
 def copied(host: Host, stamp: GenerationId, nodes: str, number: int = 1) -> dict[str, Any]:
     order(host, stamp, nodes, number)
-    return host.wait("copied", id=number)
+    return host.wait("parts_copied", id=number)
 
 
 def of_spare(four: Neighbours) -> list[InventoryEntry]:
@@ -102,7 +105,7 @@ def busy_source(tmp_path: Path) -> Iterator[tuple[Neighbours, list[Rank]]]:
         ranks = ranks_on(four, each=1)
         save_all(ranks, 2)
         ranks[0].save(4, ("parity",), published=2)
-        ranks[0].wait("sealed")
+        ranks[0].wait("part_sealed")
         order(four.hosts["s"], stamp_of(2, 3), "ba")
         deadline = time.monotonic() + 20
         while not of_spare(four) and time.monotonic() < deadline:
@@ -120,8 +123,8 @@ def test_a_node_that_stores_a_save_is_not_read_from_until_it_has(tmp_path: Path)
         for rank in ranks[1:]:
             rank.save(4, ("parity",), published=2)
         for rank in ranks:
-            rank.wait("stored", level="parity")
-        assert four.hosts["s"].wait("copied")["nodes"] == ["b", "a"]
+            rank.wait("store_result", level="parity")
+        assert four.hosts["s"].wait("parts_copied")["nodes"] == ["b", "a"]
         assert [one.number for holding in of_spare(four) for one in holding.parts] == [0, 1]
 
 
@@ -143,7 +146,7 @@ def test_a_node_that_stores_a_save_is_waited_for_no_longer_than_it_makes_sense(
             four.hosts["s"].configure(attempt=2)
         else:
             assert ranks[0].claim(6)["kind"] == "claimed"
-        told = four.hosts["s"].wait("copied")
+        told = four.hosts["s"].wait("parts_copied")
         assert told["nodes"] == ["b"]
         gone = f"a: has no part of generation {stamp_of(2, 3).generation}"
         problems = {node: why.removesuffix(" any more") for node, why in told["problems"].items()}
@@ -179,17 +182,17 @@ def test_a_worker_that_died_finds_its_copies_and_clears_what_it_had_begun(four: 
     four.configure()
     assert of_spare(four) == before
     assert not list(folder.glob(f"guest-{'ab' * 16}*"))
-    four.hosts["s"].say(do="dismiss", generation=stamp_of(2, 6).generation, numbers=[3])
+    four.hosts["s"].say(kind="dismiss_replicas", generation=stamp_of(2, 6).generation, numbers=[3])
     assert [one.number for holding in of_spare(four) for one in holding.parts] == [3]
-    four.hosts["s"].say(do="release", keep=[])
+    four.hosts["s"].say(kind="release_generations", keep=[])
     assert of_spare(four) == []
     assert not list(folder.glob("guest-*"))
 
 
 def test_an_order_that_makes_no_sense_is_told_to_the_host(four: Neighbours) -> None:
     bad = asdict(stamp_of(2, 6)) | {"generation": "../../x"}
-    four.hosts["s"].say(do="copy", id=1, stamp=bad, nodes=["a"])
-    assert "is no generation" in four.hosts["s"].wait("error")["why"]
+    four.hosts["s"].say(kind="copy_parts", id=1, stamp=bad, nodes=["a"])
+    assert "is no generation" in four.hosts["s"].wait("worker_error")["why"]
 
 
 class Others:
@@ -233,7 +236,7 @@ class Spare:
 
     def __init__(self, root: Path, size_bytes: int = 1 << 30) -> None:
         self.folder, self.size_bytes = make_arena_folder(root, root / "r", "r", "s"), size_bytes
-        self.said = SimpleQueue[dict[str, Any]]()
+        self.said = SimpleQueue[PartsCopied]()
         self.others = Others()
         self.arena = Arena(self.folder, self.room)
         self.guests = SpareReplicaStore(self.arena, self.said.put)
@@ -243,9 +246,9 @@ class Spare:
         return ShmCapacity(self.size_bytes - used, "so much there is")
 
     def copy(self, stamp: GenerationId, nodes: str) -> dict[str, Any]:
-        told = {"id": stamp.step, "stamp": asdict(stamp), "nodes": list(nodes)}
-        self.guests.obey(told, self.others, 0.0)
-        return self.said.get(timeout=20)
+        self.guests.obey(CopyParts(stamp.step, stamp, tuple(nodes)), self.others, 0.0)
+        told: dict[str, Any] = json.loads(render_typed(self.said.get(timeout=20)))
+        return told
 
     def held(self) -> list[tuple[int, list[int]]]:
         found = self.guests.holdings("s")
@@ -375,14 +378,13 @@ def test_a_copying_that_nobody_needs_any_more_ends_at_once(spare: Spare, how: st
             case "dismiss":
                 spare.guests.dismiss(newer.generation, [])
             case "newer":
-                told = {"id": 9, "stamp": asdict(newer), "nodes": ["b"]}
-                spare.guests.obey(told, spare.others, 0.0)
+                spare.guests.obey(CopyParts(9, newer, ("b",)), spare.others, 0.0)
 
     spare.others.before_read = meanwhile
     told = spare.copy(stamp, "ab")
     assert (told["nodes"], told["problems"]) == ([], {})
     if how == "newer":
-        assert spare.said.get(timeout=20)["nodes"] == ["b"]
+        assert spare.said.get(timeout=20).nodes == ("b",)
     assert spare.held() == ([(4, [1])] if how == "newer" else [])
     assert not list(spare.folder.glob("*.aside"))
 

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpcrun import __version__
+from hpcrun.checkpoint.flush.arena import SOCKET_NAME
 from hpcrun.checkpoint.format import HEADER_BYTES
 from hpcrun.checkpoint.levels import parse_inventory_entry
 from hpcrun.checkpoint.lustre.storage import find_mount
+from hpcrun.errors import SiteError
+from hpcrun.messages import lines
+from hpcrun.runtime.worker_client import RankWorkerClient, WorkerGoneError
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import resumable_checkpoints
 from tests.checkpoint.killed_writer import whole_steps
-from tests.checkpoint.workers import PATIENCE_S, Host, Rank, ranks_of
+from tests.checkpoint.loads import stamp_of
+from tests.checkpoint.workers import PATIENCE_S, ROOT, Host, Rank, ranks_of
 
 MakeHost = Callable[..., Host]
 
@@ -61,10 +71,10 @@ def test_a_save_goes_through_the_levels(start: MakeHost, run: RunDir, tmp_path: 
     ranks = ranks_of(host, (0, 1), 2)
     stamps = [rank.save(2, ["local", "durable"]) for rank in ranks]
     for rank in ranks:
-        assert rank.wait("sealed")["generation"] == stamps[0].generation
-        assert [rank.wait("stored")["level"] for _ in range(2)] == ["local", "durable"]
-    assert host.wait("sealed")["step"] == 2
-    told = [host.wait("stored") for _ in range(2)]
+        assert rank.wait("part_sealed")["stamp"]["generation"] == stamps[0].generation
+        assert [rank.wait("store_result")["level"] for _ in range(2)] == ["local", "durable"]
+    assert host.wait("generation_sealed")["stamp"]["step"] == 2
+    told = [host.wait("store_result") for _ in range(2)]
     assert [one["problem"] for one in told] == [None, None]
     assert told[1]["facts"]["path"] == str(run.checkpoints / "step-00000002")
     assert whole_steps(run.checkpoints) == ([2], [])
@@ -89,8 +99,8 @@ def test_two_nodes_commit_one_generation(start: MakeHost, run: RunDir) -> None:
         for rank in (*nodes[0], *nodes[1]):
             rank.save(step, ["durable"], published)
         for rank in (*nodes[0], *nodes[1]):
-            rank.wait("sealed")
-            rank.wait("stored", level="durable")
+            rank.wait("part_sealed")
+            rank.wait("store_result", level="durable")
         published = step
     assert [host.end() for host in hosts] == [0, 0]
     assert whole_steps(run.checkpoints) == ([4, 6], [])
@@ -108,14 +118,14 @@ def test_a_node_that_may_not_write_fails_the_save_and_training_goes_on(
     for rank in everyone:
         rank.save(2, ["durable"])
     for rank in everyone:
-        assert "File too large" in rank.wait("failed", level="durable")["why"]
+        assert "File too large" in rank.wait("save_failed", level="durable")["why"]
     assert resumable_checkpoints(run.checkpoints) == []
     assert list(run.checkpoints.rglob("data-*.bin")) == []
     resource.prlimit(hosts[1].process.pid, resource.RLIMIT_FSIZE, limits)
     for rank in everyone:
         rank.save(4, ["durable"], 2)
     for rank in everyone:
-        rank.wait("stored", level="durable")
+        rank.wait("store_result", level="durable")
     assert whole_steps(run.checkpoints) == ([4], [])
 
 
@@ -123,10 +133,10 @@ def test_a_worker_waits_for_the_one_before_it(start: MakeHost, run: RunDir, tmp_
     before, after = start(), Host(tmp_path, run, "n1")
     (rank,) = ranks_of(before, (0,), 1)
     rank.save(2, ["durable"])
-    after.say(do="configure", run=str(run.path), node="n1", attempt=1, spec={})
-    before.wait("stored")
+    after.say(kind="configure_worker", run=str(run.path), node="n1", attempt=1, spec={})
+    before.wait("store_result")
     assert before.end() == 0
-    after.wait("ready")
+    after.wait("worker_ready")
     assert [one["stamp"]["step"] for one in after.holdings()] == [2]
     after.kill()
 
@@ -143,14 +153,14 @@ def test_an_arena_that_is_taken_away_is_made_anew_by_the_next_worker(start: Make
     other = start()
     (rank,) = ranks_of(other, (0,), 1)
     rank.save(4, ["durable"])
-    assert rank.wait("stored")["level"] == "durable"
+    assert rank.wait("store_result")["level"] == "durable"
 
 
 def test_long_names_of_runs_and_nodes(start: MakeHost) -> None:
     host = start("node-" + "x" * 120)
     (rank,) = ranks_of(host, (0,), 1)
     rank.save(2, ["durable"])
-    assert rank.wait("stored")["level"] == "durable"
+    assert rank.wait("store_result")["level"] == "durable"
 
 
 def test_a_worker_that_is_killed_leaves_what_it_had_sealed(start: MakeHost, run: RunDir) -> None:
@@ -159,7 +169,7 @@ def test_a_worker_that_is_killed_leaves_what_it_had_sealed(start: MakeHost, run:
     for rank in ranks:
         rank.save(2, [])
     for rank in ranks:
-        rank.wait("sealed")
+        rank.wait("part_sealed")
     claimed = ranks[0].claim(4, 2)
     ranks[0].copy(claimed["slot"], 4)
     host.kill()
@@ -171,13 +181,13 @@ def test_a_worker_that_is_killed_leaves_what_it_had_sealed(start: MakeHost, run:
     new = ranks_of(again, (0, 1), 2)
     assert [rank.slots for rank in new] == [rank.slots for rank in ranks], "mapped by ranks that live on"
     stale = new[0].tell_filled(claimed["slot"], 4, ["durable"])
-    failed = new[0].wait("failed")
-    assert (failed["generation"], failed["level"]) == (stale.generation, "memory")
+    failed = new[0].wait("save_failed")
+    assert (failed["stamp"]["generation"], failed["level"]) == (stale.generation, "memory")
     assert "is not claimed" in failed["why"]
     for rank in new:
         assert rank.save(6, ["durable"], 2)
     for rank in new:
-        rank.wait("stored", level="durable")
+        rank.wait("store_result", level="durable")
     assert {one["stamp"]["step"] for one in again.holdings()} == {2, 6}, "the published one was spared"
     assert whole_steps(run.checkpoints)[0][-1:] == [6]
 
@@ -192,7 +202,7 @@ def test_killed_at_any_moment_nothing_wrong_is_told_of(
     for rank in ranks:
         rank.save(2, ["local", "durable"])
     for rank in ranks:
-        rank.wait("stored", level="durable")
+        rank.wait("store_result", level="durable")
     for rank in ranks:
         rank.save(4, ["local", "durable"], 2)
     signal.sigtimedwait([], delay)
@@ -205,7 +215,7 @@ def test_killed_at_any_moment_nothing_wrong_is_told_of(
         prove(holding, holding["stamp"]["step"])
     for rank in ranks_of(again, (0, 1), 2):
         rank.save(6, ["local", "durable"], 2)
-    again.wait("stored", level="durable", problem=None)
+    again.wait("store_result", level="durable", problem=None)
     assert whole_steps(run.checkpoints)[0][-1] == 6
 
 
@@ -216,10 +226,10 @@ def test_another_node_does_not_wait_for_a_worker_that_was_lost(start: MakeHost, 
         rank.save(2, ["durable"])
     for rank in nodes[1]:
         rank.save(2, [])
-        rank.wait("sealed")
+        rank.wait("part_sealed")
     hosts[1].kill()
     start("n2")
-    assert "the checkpoint worker was lost" in nodes[0][0].wait("failed", level="durable")["why"]
+    assert "the checkpoint worker was lost" in nodes[0][0].wait("save_failed", level="durable")["why"]
     assert resumable_checkpoints(run.checkpoints) == []
 
 
@@ -227,31 +237,31 @@ def test_a_rank_that_dies_leaves_garbage_that_is_used_again(start: MakeHost) -> 
     host = start()
     ranks = ranks_of(host, (0, 1), 2)
     ranks[0].save(2, ["durable"])
-    ranks[0].wait("sealed")
+    ranks[0].wait("part_sealed")
     ranks[1].claim(2)
     ranks[1].close()
-    failed = ranks[0].wait("failed", level="memory")
+    failed = ranks[0].wait("save_failed", level="memory")
     assert "rank 1 is gone" in failed["why"]
-    assert host.wait("failed")["step"] == 2
+    assert host.wait("save_failed")["stamp"]["step"] == 2
     host.configure(2)
     for rank in ranks_of(host, (0, 1), 2):
         rank.save(4, ["durable"], attempt=2)
-    assert host.wait("stored")["problem"] is None
+    assert host.wait("store_result")["problem"] is None
 
 
 def test_a_rank_that_comes_again_takes_its_own_place(start: MakeHost) -> None:
     host = start()
     (before,) = ranks_of(host, (0,), 1, slots=1)
-    assert before.claim(2)["kind"] == "claimed"
+    assert before.claim(2)["kind"] == "slot_claimed"
     again = Rank(host, 0, (0,), 1)
-    assert again.claim(2)["kind"] == "claimed", "its predecessor fills nothing any more"
+    assert again.claim(2)["kind"] == "slot_claimed", "its predecessor fills nothing any more"
     before.close()
-    again.say(do="plan", key="k", pieces=[list(piece) for piece in again.pieces], file=0, start=0)
-    again.wait("planned")
+    again.say(kind="plan_slot", key=1, pieces=[list(piece) for piece in again.pieces], file=0, start=0)
+    again.wait("slot_planned")
     again.slots = before.slots
     again.copy(0, 2)
     again.tell_filled(0, 2, ["durable"])
-    assert again.wait("stored")["level"] == "durable"
+    assert again.wait("store_result")["level"] == "durable"
 
 
 def test_the_levels_that_cannot_be_had_are_named(start: MakeHost, run: RunDir) -> None:
@@ -259,13 +269,12 @@ def test_the_levels_that_cannot_be_had_are_named(start: MakeHost, run: RunDir) -
     try:
         ready = host.configure(local="$NOWHERE_AT_ALL/x")
         assert ready["levels"] == ["memory", "durable"]
-        assert "NOWHERE_AT_ALL" in ready["missing"]["local"]
-        assert "NOWHERE_AT_ALL" in host.wait("log")["text"]
+        assert "NOWHERE_AT_ALL" in host.wait("worker_log")["text"]
         for rank in ranks_of(host, (0,), 1):
             rank.save(2, ["local", "parity", "durable"])
-            assert "is not set" in rank.wait("failed", level="local")["why"]
-            assert rank.wait("failed", level="parity")["why"] == "this worker has no level parity"
-            rank.wait("stored", level="durable")
+            assert "is not set" in rank.wait("save_failed", level="local")["why"]
+            assert rank.wait("save_failed", level="parity")["why"] == "this worker has no level parity"
+            rank.wait("store_result", level="durable")
     finally:
         host.kill()
 
@@ -277,8 +286,8 @@ def test_a_full_disk_of_the_node_does_not_keep_a_save_from_the_run_directory(
     host = start(local=str(tmp_path / "disk"))
     (rank,) = ranks_of(host, (0,), 1)
     rank.save(2, ["local", "durable"])
-    assert host.wait("stored", level="local")["problem"]
-    assert host.wait("stored", level="durable")["problem"] is None
+    assert host.wait("store_result", level="local")["problem"]
+    assert host.wait("store_result", level="durable")["problem"] is None
 
 
 def test_the_page_cache_is_passed_by_where_that_pays_or_the_job_says_so(start: MakeHost, run: RunDir) -> None:
@@ -288,24 +297,33 @@ def test_the_page_cache_is_passed_by_where_that_pays_or_the_job_says_so(start: M
     for attempt, asked, expected in ((1, None, pays), (2, False, False), (3, True, True)):
         host.configure(attempt, durable={"direct": asked})
         rank.save(attempt, ["durable"], attempt=attempt)
-        layout = host.wait("stored", level="durable")["facts"].get("layout", {}).get("data-00000.bin", {})
+        layout = (
+            host.wait("store_result", level="durable")["facts"].get("layout", {}).get("data-00000.bin", {})
+        )
         assert ("direct_bytes" in layout) == expected
 
 
 def test_nonsense_is_answered(start: MakeHost) -> None:
     host = start()
-    host.say(do="dance")
-    assert "unknown verb dance" in host.wait("error")["why"]
+    host.say(kind="dance")
+    assert "kind: expected one of configure_worker, " in host.wait("worker_error")["why"]
     host.say(what=1)
-    assert host.wait("error")
-    host.say(do="rebuild", id=4)
-    assert "this worker talks to no other nodes" in host.wait("rebuilt", id=4)["problem"]
+    assert host.wait("worker_error")
+    order: dict[str, Any] = {
+        "stamp": asdict(stamp_of(2, 1)),
+        "node": "n",
+        "members": [],
+        "parity": 1,
+        "lost": [],
+    }
+    host.say(kind="rebuild_parts", id=4, order=order | {"survivors": []})
+    assert "this worker talks to no other nodes" in host.wait("parts_rebuilt", id=4)["problem"]
     rank = Rank(host, 0, (0,), 1)
-    for order in ({"do": "sing"}, {"do": "plan", "key": "k"}, {"do": "claim"}):
-        rank.say(**order)
-        assert rank.wait("error")
-    rank.say(do="claim", generation="00", step=1, published=None)
-    assert rank.wait("busy")["why"] == "rank 0 has reserved no slot"
+    for request in ({"kind": "sing"}, {"kind": "plan_slot", "key": 1}, {"kind": "claim_slot"}):
+        rank.say(**request)
+        assert rank.wait("request_refused")
+    rank.say(kind="claim_slot", generation="00", published=None)
+    assert rank.wait("slots_busy")["why"] == "rank 0 has reserved no slot"
     host.process.send_signal(signal.SIGTERM)
     assert host.holdings() == [], "Slurm's signals are not meant for the worker"
 
@@ -314,28 +332,58 @@ def test_one_slot_is_not_taken_from_the_only_copy(start: MakeHost) -> None:
     host = start()
     (rank,) = ranks_of(host, (0,), 1, slots=1)
     rank.save(2, [])
-    rank.wait("sealed")
+    rank.wait("part_sealed")
     busy = rank.claim(4, 2)
-    assert busy["kind"] == "busy"
+    assert busy["kind"] == "slots_busy"
     assert "slot-0-0.bin holds the only copy of step 2" in busy["why"]
-    host.say(do="release", keep=[])
+    host.say(kind="release_generations", keep=[])
     host.holdings()
-    assert rank.claim(4, 2)["kind"] == "claimed"
+    assert rank.claim(4, 2)["kind"] == "slot_claimed"
 
 
 def test_it_gives_signs_of_life(start: MakeHost) -> None:
     host = start("a")
     host.configure()
-    host.say(do="ping")
-    host.wait("pong")
+    host.say(kind="ping_worker")
+    host.wait("worker_pong")
     rank = Rank(host, 0, [0], 1)
-    rank.say(do="ping")
-    rank.wait("pong")
+    rank.say(kind="ping_from_rank")
+    rank.wait("worker_pong")
 
 
 def test_the_end_of_its_host_is_the_end_of_it(start: MakeHost) -> None:
     first, second = start("n1"), start("n2")
     assert first.end() == 0
-    second.say(do="end")
+    second.say(kind="end_worker")
     assert second.process.wait(20) == 0
     assert os.path.isdir(first.arena)  # noqa: PTH112
+
+
+def test_a_rank_of_another_version_is_refused_and_both_ends_name_both(
+    start: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = start()
+    monkeypatch.setattr(lines, "__version__", "0.0.9")
+    words = f"the checkpoint worker runs hpcrun {__version__}, rank 3 0.0.9; install one version on all nodes"
+    for _ in range(2):
+        with pytest.raises(WorkerGoneError, match=re.escape(words)):
+            RankWorkerClient(host.arena / SOCKET_NAME, 3)
+    assert host.wait("worker_log")["text"] == (
+        f"a rank of this node runs hpcrun 0.0.9, its checkpoint worker {__version__};"
+        " install one version on all nodes"
+    )
+    host.holdings()
+    assert [one for one in host.heard if one["kind"] == "worker_log"] == [], "it is told once"
+
+
+def test_a_worker_whose_host_is_of_another_version_ends_and_names_both(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "hpcrun", "_checkpoint_worker", str(tmp_path)],
+        input=b'{"hpcrun": "0.0.9"}\n{"kind": "ping_worker"}\n',
+        capture_output=True,
+        timeout=PATIENCE_S,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    words = f"runs hpcrun 0.0.9, the checkpoint worker {__version__}; install one version on all nodes"
+    assert (ended.returncode, ended.stderr.decode().count(words)) == (SiteError.exit_code, 1)
+    assert len(ended.stderr.splitlines()) == 1

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hpcrun import __version__
 from hpcrun.checkpoint.flush.arena import SOCKET_NAME, locate_arena, map_slot
 from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.messages.lines import connect_unix_socket
@@ -45,7 +46,7 @@ class Talk:
             data = os.read(self.reading, 65536) if ready else b""
             assert data, f"no {kinds} {wanted}; heard: {self.heard}"
             *lines, self._incoming = (self._incoming + data).split(b"\n")
-            self.heard += map(json.loads, lines)
+            self.heard += [message for line in lines if "hpcrun" not in (message := json.loads(line))]
 
 
 class Host(Talk):
@@ -62,6 +63,7 @@ class Host(Talk):
         )
         assert self.process.stdout is not None
         super().__init__(self.process.stdout.fileno())
+        self.say(hpcrun=__version__)
 
     def say(self, **order: Any) -> None:
         """Give an order."""
@@ -71,8 +73,8 @@ class Host(Talk):
 
     def configure(self, attempt: int = 1, **spec: Any) -> dict[str, Any]:
         """The beginning of an attempt."""
-        self.say(do="configure", run=str(self.run.path), node=self.node, attempt=attempt, spec=spec)
-        return self.wait("ready")
+        self.say(kind="configure_worker", run=str(self.run.path), node=self.node, attempt=attempt, spec=spec)
+        return self.wait("worker_ready")
 
     @property
     def arena(self) -> Path:
@@ -81,8 +83,8 @@ class Host(Talk):
 
     def holdings(self) -> list[dict[str, Any]]:
         """All that the node has."""
-        self.say(do="inventory", id=7)
-        found: list[dict[str, Any]] = self.wait("inventory", id=7)["holdings"]
+        self.say(kind="take_inventory", id=7)
+        found: list[dict[str, Any]] = self.wait("worker_inventory", id=7)["holdings"]
         return found
 
     def end(self) -> int:
@@ -111,6 +113,7 @@ class Rank(Talk):
         self.pieces, self.plan = plans_of(ranks, world_size, file)[tuple(ranks).index(rank)]
         self._socket = connect_unix_socket(host.arena, SOCKET_NAME)
         super().__init__(self._socket.fileno())
+        self._socket.sendall(json.dumps({"hpcrun": __version__}).encode() + b"\n")
         host.ranks.append(self)
         self.slots: list[str] = []
 
@@ -121,21 +124,21 @@ class Rank(Talk):
     def ask_slots(self, count: int = 2) -> None:
         """The answer comes when all ranks of the node have asked."""
         size = self.plan.layout.size_bytes
-        self.say(do="reserve", size_bytes=size, slots=count, ranks=self.ranks, part_count=self.world_size)
+        self.say(kind="reserve_slots", size_bytes=size, slots=count, ranks=self.ranks)
 
     def have_slots(self) -> None:
         """And tell the plan."""
-        self.slots = self.wait("reserved")["slots"]
+        self.slots = self.wait("slots_reserved")["slots"]
         pieces = [list(piece) for piece in self.pieces]
-        self.say(do="plan", key="k", pieces=pieces, file=self.plan.file, start=self.plan.start)
-        self.wait("planned")
+        self.say(kind="plan_slot", key=1, pieces=pieces, file=self.plan.file, start=self.plan.start)
+        self.wait("slot_planned")
 
     def claim(self, step: int, published: int | None = None, attempt: int = 1) -> dict[str, Any]:
         """Ask for a slot; the answer."""
         stamp = stamp_of(step, self.world_size, attempt)
         before = stamp_of(published, self.world_size, attempt).generation if published is not None else None
-        self.say(do="claim", generation=stamp.generation, step=step, published=before)
-        return self.wait("claimed", "busy")
+        self.say(kind="claim_slot", generation=stamp.generation, published=before)
+        return self.wait("slot_claimed", "slots_busy")
 
     def copy(self, slot: int, step: int) -> None:
         """The bytes of a step, at their places."""
@@ -148,7 +151,7 @@ class Rank(Talk):
     def tell_filled(self, slot: int, step: int, levels: Sequence[str], attempt: int = 1) -> GenerationId:
         """The bytes are in place."""
         stamp = stamp_of(step, self.world_size, attempt)
-        self.say(do="filled", slot=slot, key="k", stamp=asdict(stamp), levels=list(levels))
+        self.say(kind="slot_filled", slot=slot, key=1, stamp=asdict(stamp), levels=list(levels))
         return stamp
 
     def save(
@@ -156,7 +159,7 @@ class Rank(Talk):
     ) -> GenerationId:
         """All of it."""
         claimed = self.claim(step, published, attempt)
-        assert claimed["kind"] == "claimed", claimed
+        assert claimed["kind"] == "slot_claimed", claimed
         self.copy(claimed["slot"], step)
         return self.tell_filled(claimed["slot"], step, levels, attempt)
 

@@ -453,14 +453,12 @@ def test_the_site_s_checks_are_run_and_one_that_hangs_is_ended(place: CheckTarge
 
 
 def test_an_answer_holds_the_clock_and_what_is_not_well(place: CheckTarget) -> None:
-    order = {"do": "preflight", **PreflightRequest(["interface"], interface="no-such-if0").as_json()}
     before = time.time()
-    said = answer_preflight(place.run, order)
-    assert said["kind"] == "preflight"
-    assert before <= said["time"] <= time.time()
-    assert 0 <= said["seconds"] < 60
-    (one,) = said["checks"]
-    assert (one["check"], one["severity"]) == ("interface", "error")
+    report = answer_preflight(place.run, PreflightRequest(["interface"], interface="no-such-if0"))
+    assert before <= report.time <= time.time()
+    assert 0 <= report.seconds < 60
+    (finding,) = report.checks
+    assert (finding.check, finding.severity) == ("interface", "error")
 
 
 def test_shared_memory_that_is_old_is_counted_and_named(

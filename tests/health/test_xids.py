@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hpcrun.health.xids import Xid, judge_xids, parse_xids, read_recent_xids, xi
 from hpcrun.launch.fault_class import classify_crash
 from hpcrun.specs.preflight import SitePreflightSpec
 from hpcrun.specs.rundir import RunDir
+from hpcrun.typed_json import parse_typed
 
 DATA = Path(__file__).parents[1] / "data" / "gpu"
 NOW = datetime.fromisoformat("2026-03-01T12:00:00+00:00")
@@ -56,7 +58,7 @@ def test_a_site_has_the_last_word_on_a_number_and_the_driver_on_a_gpu() -> None:
 def test_a_site_s_list_reaches_the_probe(tmp_path: Path) -> None:
     spec = SitePreflightSpec(xids={79: "ignore"})
     ask = PreflightRequest(["gpu"], xids={str(code): action for code, action in spec.xids.items()})
-    assert PreflightRequest(**ask.as_json()).place(RunDir(tmp_path)).xids == {79: "ignore"}
+    assert parse_typed(PreflightRequest, asdict(ask)).place(RunDir(tmp_path)).xids == {79: "ignore"}
 
 
 def tool(folder: Path, name: str, body: str) -> None:

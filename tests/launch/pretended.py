@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcrun.health.preflight import PreflightRequest
+from hpcrun.health.preflight import PreflightReport, PreflightRequest
 from hpcrun.launch.agents.local_node import LocalNode
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import AttemptEvent, NodeLost
@@ -63,8 +63,8 @@ class PretendedNodes(LocalNode):
             if where == node:
                 self.signal(signal.SIGKILL, rank)
 
-    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
-        return {name: {"time": time.time(), "seconds": 0.0, "checks": []} for name in self.alive}
+    def preflight(self, ask: PreflightRequest) -> dict[str, PreflightReport]:
+        return {name: PreflightReport(ask.attempt, time.time(), 0.0, ()) for name in self.alive}
 
     def come_back(self, nodes: str) -> None:
         """Nodes of one letter each answer again."""

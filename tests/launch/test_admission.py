@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import pytest
 
 from hpcrun.finding import Finding
 from hpcrun.health.lemon_nodes import NodeFault, load_node_faults, node_fault_file
-from hpcrun.health.preflight import PreflightRequest
+from hpcrun.health.preflight import PreflightReport, PreflightRequest
 from hpcrun.launch import run_context as places
 from hpcrun.launch.admission import PreflightResult, build_preflight_request, evaluate_preflight
 from hpcrun.launch.agents.local_node import LocalNode
+from hpcrun.launch.agents.messages import AGENT_MESSAGES
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.attempt_monitor import AttemptOutcome
@@ -39,20 +40,21 @@ from hpcrun.specs.records import read_json, read_json_lines, write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
+from hpcrun.typed_json import WrongValue
 from tests.launch.supervised import LIMITS, PROGRAM, Recorder, Site
 
-FULL = {"check": "space", "severity": "error", "subject": "/tmp", "text": "0 B are free"}
-HOT = {"check": "site", "severity": "warning", "subject": "/etc/x", "text": "warm"}
-DEAF = {"check": "gpu", "severity": "unknown", "subject": "", "text": "gave no answer within 6 s"}
+FULL = Finding("error", "space", "/tmp", "0 B are free")
+HOT = Finding("warning", "site", "/etc/x", "warm")
+DEAF = Finding("unknown", "gpu", "", "gave no answer within 6 s")
 NODES = ("n01", "n02", "n03")
 JOB = Allocation(61, NODES, "61", is_batch=True)
 ALL = PreflightRequest(("space", "clock"))
 
-Answers = Mapping[str, Mapping[str, Any]]
+Answers = Mapping[str, PreflightReport]
 
 
-def said(*checks: Mapping[str, Any], time: float = 100.1) -> dict[str, Any]:
-    return {"kind": "preflight", "time": time, "seconds": 0.1, "checks": list(checks)}
+def said(*checks: Finding, time: float = 100.1) -> PreflightReport:
+    return PreflightReport(1, time, 0.1, checks)
 
 
 def judged(answers: Answers, nodes: Sequence[str] = NODES, ask: PreflightRequest = ALL) -> PreflightResult:
@@ -80,10 +82,21 @@ def test_only_an_explicit_failure_keeps_a_node_out() -> None:
     assert (event.nodes, event.excluded, event.found[1].where) == (3, ("n02",), "n01")
 
 
-def test_what_is_no_finding_is_left_out() -> None:
-    odds: list[Any] = [None, [], {}, {**FULL, "severity": "dead"}, {**FULL, "text": 3}, {**FULL, "more": 1}]
-    assert judged({node: said(*odds, HOT) for node in NODES}).found[0][1].check == "site"
-    assert len(judged({node: said(*odds) for node in NODES}).found) == 0
+def test_a_report_with_what_is_no_finding_is_refused() -> None:
+    right = vars(FULL)
+    odds: list[Any] = [
+        None,
+        [],
+        {},
+        {**right, "severity": "dead"},
+        {**right, "text": 3},
+        {**right, "more": 1},
+    ]
+    report = {"kind": "preflight_report", "attempt": 1, "time": 1.0, "seconds": 0.1, "checks": [right]}
+    assert AGENT_MESSAGES.parse(report) == PreflightReport(1, 1.0, 0.1, (FULL,))
+    for odd in odds:
+        with pytest.raises(WrongValue, match="preflight_report: checks: "):
+            AGENT_MESSAGES.parse(report | {"checks": [odd]})
 
 
 def test_a_clock_that_is_far_off_is_told_and_can_be_left_out() -> None:
@@ -99,7 +112,7 @@ def test_a_clock_that_is_far_off_is_told_and_can_be_left_out() -> None:
         ({"n01": said(FULL)}, ["n01"]),
         ({"n01": said(FULL), "n02": said(FULL), "n03": said()}, ["n01", "n02"]),
         ({node: said(FULL) for node in NODES}, []),
-        ({node: said({**FULL, "subject": node, "text": "0 MiB"}) for node in NODES}, []),
+        ({node: said(replace(FULL, subject=node, text="0 MiB")) for node in NODES}, []),
     ],
 )
 def test_what_all_nodes_have_is_no_node_s_fault(answers: Answers, blamed: list[str]) -> None:
@@ -107,10 +120,10 @@ def test_what_all_nodes_have_is_no_node_s_fault(answers: Answers, blamed: list[s
 
 
 def test_of_one_node_alone_only_its_own_trouble_is_its_fault() -> None:
-    common = {**FULL, "is_shared": True}
+    common = replace(FULL, is_shared=True)
     assert judged({"n01": said(FULL)}, ["n01"]).blamed
     assert not judged({"n01": said(common)}, ["n01"]).blamed
-    assert not judged({"n01": said({**FULL, "check": "interface"})}, ["n01"]).blamed
+    assert not judged({"n01": said(replace(FULL, check="interface"))}, ["n01"]).blamed
 
 
 PROFILE = """
@@ -156,10 +169,10 @@ class Pretended(LocalNode):
     def alive(self) -> tuple[str, ...]:
         return self._names
 
-    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
+    def preflight(self, ask: PreflightRequest) -> dict[str, PreflightReport]:
         here = super().preflight(ask)[os.uname().nodename]
         told = self._answers.pop(0) if self._answers else {}
-        return {node: {**here, "checks": told.get(node, said())["checks"]} for node in self._names}
+        return {node: replace(here, checks=told.get(node, said()).checks) for node in self._names}
 
 
 @dataclass(frozen=True)
@@ -249,8 +262,8 @@ def test_without_preflight_nobody_is_asked(site: Site, requeues: Path) -> None:
 def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
     site: Site, requeues: Path
 ) -> None:
-    port = {"check": "nic", "subject": "mlx5_0", "text": "port 1 is 1: DOWN"}
-    ill = {"n02": said(FULL), "n03": said({**FULL, **port})}
+    down = replace(FULL, check="nic", subject="mlx5_0", text="port 1 is 1: DOWN")
+    ill = {"n02": said(FULL), "n03": said(down)}
     outcome, observer = run(site, ill)
     assert (outcome.status, outcome.exit_code, outcome.attempt) == ("failed", 3, 1)
     assert outcome.message == (
@@ -276,12 +289,7 @@ def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
 
 
 def test_what_all_nodes_have_ends_the_run_and_blames_none(site: Site, requeues: Path) -> None:
-    missing = {
-        "check": "interface",
-        "severity": "error",
-        "subject": "ib0",
-        "text": "there is no such network interface",
-    }
+    missing = Finding("error", "interface", "ib0", "there is no such network interface")
     outcome, _ = run(site, {node: said(missing) for node in NODES})
     assert outcome.exit_code == 3
     assert "0 are left: n[01-03]: interface: ib0: there is no such network interface" in outcome.message

@@ -20,6 +20,7 @@ import pytest
 
 from hpcrun import __version__, process
 from hpcrun.checkpoint.flush.arena import SHM, locate_arena
+from hpcrun.checkpoint.worker_messages import TakeInventory
 from hpcrun.errors import SiteError
 from hpcrun.launch.agents import agent_pool as crews
 from hpcrun.launch.agents.agent_nodes import AgentNodes
@@ -366,7 +367,7 @@ def test_where_slurm_ends_the_job_an_agent_without_a_supervisor_gives_memory_bac
     nodes = place.lead("n01")
     (pid,) = place.launch(nodes, 1, "n01")
     arena = locate_arena(SHM, place.run.run_id, "n01")
-    nodes.send_to_worker("n01", {"do": "inventory", "id": 1})
+    nodes.send_to_worker("n01", TakeInventory(1))
 
     def told() -> list[Any]:
         nodes.rest(0.1)

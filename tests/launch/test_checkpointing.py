@@ -9,17 +9,32 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import pytest
 
-from hpcrun import process
+from hpcrun import __version__, process
+from hpcrun.checkpoint.worker_messages import (
+    ConfigureWorker,
+    TakeInventory,
+    WorkerDied,
+    WorkerError,
+    WorkerInventory,
+    WorkerLog,
+    WorkerMessage,
+    WorkerOrder,
+    WorkerReady,
+)
 from hpcrun.launch.agents import worker_process as hosts
 from hpcrun.launch.agents.memory_cleanup import may_have_leader
-from hpcrun.launch.agents.worker_process import WorkerProcess, split_message
+from hpcrun.launch.agents.worker_process import WorkerProcess, split_inventory
 from hpcrun.specs.rundir import RunDir
+from hpcrun.typed_json import render_typed
 
+CONFIGURE = ConfigureWorker("/run", "n1", 1, {})
+M = TypeVar("M")
 PROGRAM = Path(__file__).with_name("worker_program.py")
 
 
@@ -35,16 +50,20 @@ class Listener:
     """A host, and what it says."""
 
     def __init__(self, tmp_path: Path) -> None:
-        self.said: list[dict[str, Any]] = []
+        self.said: list[WorkerMessage] = []
         run = RunDir(tmp_path / "run")
         run.path.mkdir()
         environ = os.environ | {"HPCRUN_RUN_ID": run.run_id, "HPCRUN_ATTEMPT": "1"}
         command = (sys.executable, str(PROGRAM), str(tmp_path))
         self.host = WorkerProcess(run, "n1", self.said.append, environ, command)
 
-    def hears(self, kind: str) -> list[dict[str, Any]]:
+    def hears(self, kind: type[M]) -> list[M]:
         self.host.look()
-        return [one["told"] for one in self.said if one["told"]["kind"] == kind]
+        return [one for one in self.said if isinstance(one, kind)]
+
+    def command(self, kind: str) -> None:
+        """Have the program do what no real worker is ordered."""
+        self.host.obey(cast(WorkerOrder, {"kind": kind}))
 
 
 @pytest.fixture
@@ -58,10 +77,10 @@ def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_worker_starts_with_the_first_word_and_ends_with_its_host(listener: Listener) -> None:
     host = listener.host
     assert host.pids == []
-    host.obey({"do": "configure", "node": "n1"})
-    (ready,) = until(lambda: listener.hears("ready"))
+    host.obey(CONFIGURE)
+    (ready,) = until(lambda: listener.hears(WorkerReady))
     (pid,) = host.pids
-    assert ready["port"] == pid
+    assert ready.port == pid
     assert process.read_initial_environment(pid).keys().isdisjoint({"HPCRUN_RUN_ID", "HPCRUN_ATTEMPT"})
     host.close()
     assert process.identify_process(pid) is None
@@ -71,22 +90,27 @@ def test_a_worker_that_dies_is_told_and_comes_back_as_it_was_configured(
     listener: Listener, tmp_path: Path
 ) -> None:
     host = listener.host
-    host.obey({"do": "configure", "node": "n1", "attempt": 3})
+    host.obey(replace(CONFIGURE, attempt=3))
     (first,) = host.pids
-    host.obey({"do": "die"})
-    (died,) = until(lambda: listener.hears("died"))
-    assert (died["status"], died["why"]) == (3, "something went wrong")
-    until(lambda: len(listener.hears("ready")) == 2)
+    listener.command("die")
+    (died,) = until(lambda: listener.hears(WorkerDied))
+    assert (died.status, died.why) == (3, "something went wrong")
+    until(lambda: len(listener.hears(WorkerReady)) == 2)
     (second,) = host.pids
     assert second != first
-    host.obey({"do": "inventory", "id": 7})
-    until(lambda: listener.hears("inventory"))
+    host.obey(TakeInventory(7))
+    until(lambda: listener.hears(WorkerInventory))
     orders = [json.loads(line) for line in (tmp_path / "n1.log").read_text().splitlines()]
-    assert [one["do"] for one in orders] == ["configure", "die", "configure", "inventory"]
+    assert [one["kind"] for one in orders] == [
+        "configure_worker",
+        "die",
+        "configure_worker",
+        "take_inventory",
+    ]
     # The next time it takes longer.
-    host.obey({"do": "die"})
-    until(lambda: len(listener.hears("died")) == 2)
-    assert [one["again_s"] for one in listener.hears("died")] == [0.05, 0.2]
+    listener.command("die")
+    until(lambda: len(listener.hears(WorkerDied)) == 2)
+    assert [one.again_s for one in listener.hears(WorkerDied)] == [0.05, 0.2]
 
 
 def test_a_worker_that_hangs_is_ended_and_another_one_started(
@@ -95,27 +119,36 @@ def test_a_worker_that_hangs_is_ended_and_another_one_started(
     monkeypatch.setattr(hosts, "_PING_S", 0.05)
     monkeypatch.setattr(hosts, "_HANG_TIMEOUT_S", 3.0)
     host = listener.host
-    host.obey({"do": "configure", "node": "n1"})
-    until(lambda: listener.hears("ready"))
+    host.obey(CONFIGURE)
+    until(lambda: listener.hears(WorkerReady))
     log = tmp_path / "n1.log"
-    until(lambda: listener.hears("ready") and log.read_text().count("ping") > 2)
-    assert not listener.hears("died")
-    host.obey({"do": "stop"})
-    (died,) = until(lambda: listener.hears("died"))
-    assert died["status"] == -signal.SIGKILL
-    assert "hangs" in listener.hears("log")[0]["text"]
-    until(lambda: len(listener.hears("ready")) == 2)
+    until(lambda: listener.hears(WorkerReady) and log.read_text().count("ping") > 2)
+    assert not listener.hears(WorkerDied)
+    listener.command("stop")
+    (died,) = until(lambda: listener.hears(WorkerDied))
+    assert died.status == -signal.SIGKILL
+    assert "hangs" in listener.hears(WorkerLog)[0].text
+    until(lambda: len(listener.hears(WorkerReady)) == 2)
 
 
 def test_a_long_inventory_is_told_in_pieces() -> None:
     holdings = [{"number": n, "text": "x" * 100} for n in range(50)]
-    pieces = list(split_message({"kind": "inventory", "id": 1, "holdings": holdings}, most_bytes=1000))
-    assert [one["more"] for one in pieces] == [True] * (len(pieces) - 1) + [False]
-    assert [one for piece in pieces for one in piece["holdings"]] == holdings
-    assert max(len(json.dumps(piece)) for piece in pieces) < 1200
-    assert list(split_message({"kind": "inventory", "id": 1, "holdings": []})) == [
-        {"kind": "inventory", "id": 1, "holdings": [], "more": False}
-    ]
+    pieces = list(split_inventory(WorkerInventory(1, tuple(holdings)), most_bytes=1000))
+    assert [one.has_more for one in pieces] == [True] * (len(pieces) - 1) + [False]
+    assert [one for piece in pieces for one in piece.holdings] == holdings
+    assert max(len(render_typed(piece)) for piece in pieces) < 1200
+    assert list(split_inventory(WorkerInventory(1, ()))) == [WorkerInventory(1, ())]
+
+
+def test_a_worker_of_another_version_is_ended_and_named(listener: Listener, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text("0.0.9")
+    listener.host.obey(CONFIGURE)
+    (error, *_) = until(lambda: listener.hears(WorkerError))
+    assert error.why == (
+        f"the checkpoint worker runs hpcrun 0.0.9, its host on n1 {__version__};"
+        " install one version on all nodes"
+    )
+    until(lambda: listener.hears(WorkerDied))
 
 
 def test_a_run_that_is_over_or_whose_lease_stands_still_leads_no_more(tmp_path: Path) -> None:

@@ -23,6 +23,15 @@ from hpcrun.launch.agents.connection import (
     ReliableSession,
     connect_to_supervisor,
 )
+from hpcrun.launch.agents.messages import (
+    AGENT_MESSAGES,
+    AGENT_ORDERS,
+    KillRanks,
+    LeaveRun,
+    RanksCleared,
+    WarmUp,
+    WatchingRanks,
+)
 from hpcrun.messages import authentication, channel, lines
 from hpcrun.messages.authentication import Handshake
 from hpcrun.messages.channel import Channel
@@ -85,8 +94,12 @@ def let_in(gate: AgentListener, who: AgentIdentity, seen: int = 0) -> tuple[Chan
     return ours, caller.result[0]
 
 
-def receive(take: Callable[[], list[dict[str, Any]]], count: int) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+def heard(session: ReliableSession[Any]) -> Callable[[], list[Any]]:
+    return lambda: session.receive()[1]
+
+
+def receive(take: Callable[[], list[Any]], count: int) -> list[Any]:
+    found: list[Any] = []
     end = time.monotonic() + 5
     while len(found) < count and time.monotonic() < end:
         found += take()
@@ -217,26 +230,26 @@ def test_a_line_without_end_closes_the_connection(
 
 
 def test_a_new_connection_loses_and_doubles_nothing(gate: AgentListener) -> None:
-    leader, agent = ReliableSession(), ReliableSession()
+    leader, agent = ReliableSession(AGENT_MESSAGES), ReliableSession(AGENT_ORDERS)
     ours, theirs = let_in(gate, badge())
     leader.attach(ours, 0)
     agent.attach(theirs, 0)
-    leader.say(do="watch")
-    leader.say(do="start")
-    assert receive(agent.hear, 2) == [{"do": "watch"}, {"do": "start"}]
-    agent.say(kind="watching")
+    leader.send(WarmUp(1))
+    leader.send(KillRanks(1))
+    assert receive(heard(agent), 2) == [WarmUp(1), KillRanks(1)]
+    agent.send(WatchingRanks(1))
     # It breaks with words on the way, and others are said meanwhile.
     ours.close()
     theirs.close()
-    leader.say(do="kill")
-    agent.say(kind="ended")
+    leader.send(KillRanks(2))
+    agent.send(RanksCleared(1, ()))
     leader.detach()
     agent.detach()
     ours, theirs = let_in(gate, badge(seen=agent.seen), seen=leader.seen)
     leader.attach(ours, agent.seen)
     agent.attach(theirs, leader.seen)
-    assert receive(agent.hear, 1) == [{"do": "kill"}]
-    assert receive(leader.hear, 2) == [{"kind": "watching"}, {"kind": "ended"}]
+    assert receive(heard(agent), 1) == [KillRanks(2)]
+    assert receive(heard(leader), 2) == [WatchingRanks(1), RanksCleared(1, ())]
     # Who has not yet been told that a message was seen sends it again.
     ours.close()
     theirs.close()
@@ -245,10 +258,13 @@ def test_a_new_connection_loses_and_doubles_nothing(gate: AgentListener) -> None
     ours, theirs = let_in(gate, badge())
     leader.attach(ours, 0)
     agent.attach(theirs, 0)
-    leader.say(do="leave")
-    assert receive(agent.hear, 1) == [{"do": "leave"}]
-    agent.beat(kind="beat")
-    assert receive(leader.hear, 1) == [{"kind": "beat"}]
+    leader.send(LeaveRun())
+    assert receive(heard(agent), 1) == [LeaveRun()]
+    agent.send_heartbeat()
+    deadline = time.monotonic() + 5
+    while (received := leader.receive()) == (False, []) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert received == (True, [])
     leader.detach()
     agent.detach()
 

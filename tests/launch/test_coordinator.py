@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +17,7 @@ from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.levels import GenerationId, HeldParity, HeldPart, InventoryEntry, SetMember
 from hpcrun.checkpoint.restore_plan import RestorePlan, parse_restore_plan
+from hpcrun.checkpoint.worker_messages import GenerationSealed, WorkerOrder
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents import worker_process as hosts
 from hpcrun.launch.agents.local_workers import LocalWorkers
@@ -100,13 +101,17 @@ class Site:
     def orders(self, node: str, verb: str) -> list[dict[str, Any]]:
         self.keeper._workers.inventory([node])  # the answer comes after all that was ordered before
         lines = (self.path / f"{node}.log").read_text().splitlines()
-        return [one for line in lines if (one := json.loads(line))["do"] == verb]
+        return [one for line in lines if (one := json.loads(line))["kind"] == verb]
 
     def say(self, node: str, **message: Any) -> None:
         """Have a node's worker say something, and the keeper hear it."""
-        self.nodes.send_to_worker(node, {"do": "say", "message": message})
+        self.command(node, kind="say", message=message)
         self.keeper._workers.inventory([node])
         self.keeper.look()
+
+    def command(self, node: str, **order: Any) -> None:
+        """Have the program that stands for a node's worker do what no real one is ordered."""
+        self.nodes.send_to_worker(node, cast(WorkerOrder, order))
 
     def named(self, name: str) -> list[dict[str, Any]]:
         """The events of this name, as their lines say them."""
@@ -128,10 +133,10 @@ def test_the_first_attempt_has_workers_and_nothing_to_go_on_from(site: Site) -> 
     assert site.environ["HPCRUN_WORKER_SOCKET"].endswith(f"/{site.run.run_id}/{{node}}/worker.sock")
     peers = json.loads(site.run.attempt(1).peers.read_text())
     assert set(peers["nodes"]) == {*NODES, "spare"}
-    last = site.orders("b", "configure")[-1]
+    last = site.orders("b", "configure_worker")[-1]
     assert (last["attempt"], last["set"], last["parity"]) == (1, ["a", "b", "c"], 1)
     assert last["peers"] == peers["nodes"]
-    assert site.orders("spare", "configure")[-1]["set"] is None
+    assert site.orders("spare", "configure_worker")[-1]["set"] is None
     assert "any one node" in site.named("erasure_sets")[0]["message"]
     assert site.named("restore") == []
 
@@ -143,7 +148,7 @@ def test_memory_is_gone_on_from_and_all_else_is_let_go(site: Site) -> None:
     assert (plan.stamp, plan.levels, plan.lost_steps) == (stamp(20), ("memory",), 5)
     (event,) = site.named("restore")
     assert (event["step"], event["tiers"], event["lost_steps"], event["rebuilt"]) == (20, ["memory"], 5, 0)
-    assert site.orders("a", "release")[-1]["keep"] == [stamp(20).generation]
+    assert site.orders("a", "release_generations")[-1]["keep"] == [stamp(20).generation]
     assert site.keeper.step() == 20
 
 
@@ -156,7 +161,7 @@ def test_a_lost_node_is_rebuilt_on_the_spare(site: Site) -> None:
     assert (plan.levels, plan.rebuilds) == (("memory", "parity"), ())
     assert [one.node for one in plan.sources] == ["a", "spare", "c"]
     assert site.named("restore")[0]["rebuilt"] == 1
-    (order,) = site.orders("spare", "rebuild")
+    (order,) = site.orders("spare", "rebuild_parts")
     assert order["order"]["lost"] == [1]
 
 
@@ -169,7 +174,7 @@ def test_what_cannot_be_rebuilt_is_done_without(site: Site) -> None:
     assert plan is not None
     assert (plan.save, plan.lost_steps) == (str(site.run.checkpoints / "step-00000005"), 15)
     assert "step 20 cannot be rebuilt on spare: it has no room" in site.notes
-    assert len(site.orders("spare", "rebuild")) == 1
+    assert len(site.orders("spare", "rebuild_parts")) == 1
 
 
 def test_a_node_that_is_silent_has_nothing(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,12 +220,18 @@ def test_a_level_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> N
     told = asdict(stamp(5))
     for node in NODES:
         assert site.keeper.step() == 0
-        site.say(node, kind="sealed", **told)
+        site.say(node, kind="generation_sealed", stamp=told)
     assert site.keeper.step() == 5
     assert site.keeper.step(is_node_lost=True) == 0
     for node, seconds in zip(NODES, (1.0, 3.0, 2.0), strict=True):
         site.say(
-            node, kind="stored", stamp=told, level="parity", seconds=seconds, size_bytes=10, problem=None
+            node,
+            kind="store_result",
+            stamp=told,
+            level="parity",
+            seconds=seconds,
+            size_bytes=10,
+            problem=None,
         )
     assert site.keeper.step(is_node_lost=True) == 5
     found = [
@@ -233,11 +244,11 @@ def test_a_level_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> N
 def test_a_worker_that_dies_takes_down_what_it_had_not_stored(site: Site) -> None:
     site.prepare()
     told = asdict(stamp(5))
-    site.say("a", kind="sealed", **told)
-    configured = len(site.orders("c", "configure"))
-    site.nodes.send_to_worker("b", {"do": "die"})
+    site.say("a", kind="generation_sealed", stamp=told)
+    configured = len(site.orders("c", "configure_worker"))
+    site.command("b", kind="die")
     deadline = time.monotonic() + 20
-    while len(site.orders("c", "configure")) == configured and time.monotonic() < deadline:
+    while len(site.orders("c", "configure_worker")) == configured and time.monotonic() < deadline:
         site.nodes.rest(0.05)
         site.keeper.look()
     (died,) = site.named("checkpoint_worker_died")
@@ -245,8 +256,8 @@ def test_a_worker_that_dies_takes_down_what_it_had_not_stored(site: Site) -> Non
     (failed,) = site.named("checkpoint_failed")
     assert failed["problem"] == "b: its checkpoint worker died: something went wrong"
     # The others have been told where the new one listens.
-    new = site.orders("c", "configure")[-1]["peers"]["b"]
-    assert new != site.orders("c", "configure")[configured - 1]["peers"]["b"]
+    new = site.orders("c", "configure_worker")[-1]["peers"]["b"]
+    assert new != site.orders("c", "configure_worker")[configured - 1]["peers"]["b"]
 
 
 def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site) -> None:
@@ -274,7 +285,7 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     # It is given up when it fails again although nodes have read what they hold of it.
     assert read_suspect_saves(site.run)[f"near:{stamp(15).generation}"] == 1
     site.prepare(5)
-    assert site.orders("b", "inventory")[-2]["prove"] == [stamp(15).generation]
+    assert site.orders("b", "take_inventory")[-2]["prove"] == [stamp(15).generation]
     site.run.attempt(5).restore_failure.write_text(unrestored.read_text())
     site.keeper.after(ended(5, None))
     assert read_suspect_saves(site.run)[f"near:{stamp(15).generation}"] == 2
@@ -294,7 +305,7 @@ def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(sit
     plan = site.prepare(3)
     assert plan is not None
     assert (plan.stamp, plan.levels, plan.poisoned) == (stamp(20), ("memory", "parity"), ())
-    (order,) = site.orders("spare", "rebuild")
+    (order,) = site.orders("spare", "rebuild_parts")
     assert order["order"]["lost"] == [1]
 
 
@@ -399,21 +410,21 @@ def test_a_run_without_durable_saves_is_told_once_and_again_after_one(
 def test_only_so_many_generations_are_followed() -> None:
     story = LevelTracker(["a"])
     for step in range(1, 100):
-        assert [one.step for one in story.hear("a", {"kind": "sealed", **asdict(stamp(step))})] == [step]
+        assert [one.step for one in story.handle("a", GenerationSealed(stamp(step)))] == [step]
     assert len(story._shares) == 16
-    assert list(story.hear("stranger", {"kind": "sealed", **asdict(stamp(200))})) == []
+    assert list(story.handle("stranger", GenerationSealed(stamp(200)))) == []
 
 
 def test_a_done_run_leaves_nothing_on_the_nodes_disks_but_what_is_nowhere_else(site: Site) -> None:
     site.holds(*(held(20, n, "local") for n in range(3)))
     site.prepare(2)
-    before = len(site.orders("a", "release"))
+    before = len(site.orders("a", "release_generations"))
     site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", 40, lost=("b",)))
     site.keeper.after(AttemptOutcome(site.run, 2, "done", 0, "", 40))
-    assert len(site.orders("a", "release")) == before
+    assert len(site.orders("a", "release_generations")) == before
     save(site.run.checkpoints, 40)
     site.keeper.after(AttemptOutcome(site.run, 2, "done", 0, "", 40))
-    assert site.orders("a", "release")[before:] == [{"do": "release", "keep": []}]
+    assert site.orders("a", "release_generations")[before:] == [{"kind": "release_generations", "keep": []}]
 
 
 def test_events_of_checkpoints_in_words() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hpcrun.errors import SiteError
 from hpcrun.launch import ports
 from hpcrun.launch.ports import choose_port, describe_port_holder, ephemeral_ports
-from hpcrun.launch.rendezvous import NodeRendezvous, RendezvousRequest, parse_rendezvous_point
+from hpcrun.launch.rendezvous import NodeRendezvous, RendezvousRequest
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.submission.prepare import prepare_job
@@ -132,18 +132,16 @@ def test_connections_that_are_just_closing_are_told_as_such() -> None:
 def test_a_node_says_where_it_is_reached_and_holds_the_port() -> None:
     with closing(NodeRendezvous()) as desk, closing(NodeRendezvous()) as other:
         request = RendezvousRequest(3, ("n1",), seed=SEED, wants_port=True)
-        answer = desk.answer(request.of("n1").as_json())
-        assert (answer["kind"], answer["attempt"]) == ("meeting", 3)
-        point = parse_rendezvous_point(answer)
+        point = desk.answer(request.of("n1"))
         assert (point.address, point.problem, point.notes) == ("127.0.0.1", "", ())
-        second = parse_rendezvous_point(other.answer(request.as_json()))
+        second = other.answer(request)
         assert second.port != point.port
         assert f"port {point.port} is taken by another run of hpcrun" in second.notes[0]
         # The next attempt has let go of the port of the one before.
-        assert parse_rendezvous_point(desk.answer(request.as_json())).port == point.port
+        assert desk.answer(request).port == point.port
         two = RendezvousRequest(4, ("n1", "n2"), "lo", wants_port=True)
-        assert parse_rendezvous_point(desk.answer(two.of("n2").as_json())).port == 0
-        assert parse_rendezvous_point(desk.answer(two.of("n2").as_json())).address == "127.0.0.1"
+        assert desk.answer(two.of("n2")).port == 0
+        assert desk.answer(two.of("n2")).address == "127.0.0.1"
 
 
 def test_a_program_on_one_node_is_told_of_loopback_and_of_a_port_that_is_free(

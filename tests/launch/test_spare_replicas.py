@@ -30,28 +30,33 @@ def guest(step: int, number: int, node: str = "spare") -> InventoryEntry:
 def seal(site: Site, step: int) -> None:
     """All nodes have it in memory."""
     for node in NODES:
-        site.say(node, kind="sealed", **asdict(stamp(step)))
+        site.say(node, kind="generation_sealed", stamp=asdict(stamp(step)))
 
 
 def copies(site: Site, node: str = "spare") -> list[tuple[int, list[str]]]:
     """What a spare was told to copy: step and nodes."""
-    return [(one["stamp"]["step"], one["nodes"]) for one in site.orders(node, "copy")]
+    return [(one["stamp"]["step"], one["nodes"]) for one in site.orders(node, "copy_parts")]
 
 
 def answer(site: Site, nodes: str, **more: Any) -> None:
     """The spare is done with the last order that it got."""
-    last = site.orders("spare", "copy")[-1]
+    last = site.orders("spare", "copy_parts")[-1]
     told = {"id": last["id"], "generation": last["stamp"]["generation"], "nodes": list(nodes)}
     told |= {"size_bytes": 3_000_000_000, "seconds": 1.5}
-    site.say("spare", kind="copied", **{**told, "problems": {}, "no_room": [], **more})
+    site.say(
+        "spare",
+        kind="parts_copied",
+        step=last["stamp"]["step"],
+        **{**told, "problems": {}, "no_room": [], **more},
+    )
 
 
 def test_a_spare_copies_what_all_nodes_have_and_of_what_waits_only_the_newest(site: Site) -> None:
     site.prepare()
     for node in NODES[:2]:
-        site.say(node, kind="sealed", **asdict(stamp(5)))
+        site.say(node, kind="generation_sealed", stamp=asdict(stamp(5)))
     assert copies(site) == []
-    site.say(NODES[2], kind="sealed", **asdict(stamp(5)))
+    site.say(NODES[2], kind="generation_sealed", stamp=asdict(stamp(5)))
     assert copies(site) == [(5, ["a", "b", "c"])]
     assert sum(one.startswith("spare spare: each save is copied") for one in site.notes) == 1
     seal(site, 10)
@@ -62,7 +67,7 @@ def test_a_spare_copies_what_all_nodes_have_and_of_what_waits_only_the_newest(si
     assert len(copies(site)) == 1, "those were answers to something else"
     answer(site, "abc")
     assert [step for step, _ in copies(site)] == [5, 15]
-    assert site.orders("a", "copy") == []
+    assert site.orders("a", "copy_parts") == []
 
 
 def test_what_came_of_it_is_told_and_worth_a_line_when_it_is_about_other_nodes(site: Site) -> None:
@@ -117,19 +122,19 @@ def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -
         "goes on from step 20, out of memory; 1 part from the memory of spares"
     )
     # Of its guests the spare keeps what there is nowhere else, until that is of no use any more.
-    (kept,) = site.orders("spare", "dismiss")
+    (kept,) = site.orders("spare", "dismiss_replicas")
     assert (kept["generation"], kept["numbers"]) == (stamp(20).generation, [1])
-    assert site.orders("a", "dismiss")[-1]["numbers"] == []
+    assert site.orders("a", "dismiss_replicas")[-1]["numbers"] == []
 
     def seal_again(step: int) -> None:
         for node in ("a", "spare", "c"):
-            site.say(node, kind="sealed", **asdict(replace(stamp(step), attempt=2)))
+            site.say(node, kind="generation_sealed", stamp=asdict(replace(stamp(step), attempt=2)))
 
     seal_again(25)
-    assert len(site.orders("spare", "dismiss")) == 1
+    assert len(site.orders("spare", "dismiss_replicas")) == 1
     seal_again(30)
-    assert site.orders("spare", "dismiss")[-1]["numbers"] == []
-    assert site.orders("spare", "copy") == [], "it is no spare any more"
+    assert site.orders("spare", "dismiss_replicas")[-1]["numbers"] == []
+    assert site.orders("spare", "copy_parts") == [], "it is no spare any more"
     site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", 31))
 
 
@@ -155,7 +160,7 @@ def test_a_job_that_wants_none_has_none(
 def test_a_spare_that_died_is_asked_again_for_the_next_save(site: Site) -> None:
     site.prepare()
     seal(site, 5)
-    site.nodes.send_to_worker("spare", {"do": "die"})
+    site.command("spare", kind="die")
     deadline = time.monotonic() + 20
     while not site.named("checkpoint_worker_died") or "spare" not in site.keeper._workers.ready:
         assert time.monotonic() < deadline
@@ -182,7 +187,7 @@ def test_with_a_copy_nothing_has_to_be_made_again_by_parity(site: Site) -> None:
     site.nodes._gone.add("b")
     plan = site.prepare(2, ("a", "spare", "c"))
     assert plan is not None
-    assert (plan.levels, site.orders("spare", "rebuild")) == (("memory",), [])
+    assert (plan.levels, site.orders("spare", "rebuild_parts")) == (("memory",), [])
     assert site.named("restore")[0]["rebuilt"] == 0
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from hpcrun.launch.attempt_events import RankProgress, decode_node_event, encode_node_event
+from hpcrun.launch.agents.messages import AGENT_MESSAGES, NodeReport
+from hpcrun.launch.attempt_events import RankProgress
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
 from hpcrun.launch.watch.progress import ProgressReporter
@@ -33,6 +34,7 @@ from hpcrun.specs.placement import Placement
 from hpcrun.specs.records import read_json, read_json_lines
 from hpcrun.specs.watch import WatchSpec
 from hpcrun.submission.prepare import prepare_job
+from hpcrun.typed_json import render_typed
 from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
 from tests.launch.supervised import LIMITS, PROGRAM, Recorder, Site
 
@@ -404,7 +406,7 @@ def test_what_only_some_measurements_show_names_a_node_all_the_same() -> None:
 
 def test_progress_travels_as_a_line() -> None:
     one = progress_at(3, 7, step=0.5)
-    assert decode_node_event(json.loads(encode_node_event(one))) == one
+    assert AGENT_MESSAGES.parse(json.loads(render_typed(NodeReport(1, one)))) == NodeReport(1, one)
 
 
 def test_stacks_are_found_at_their_place(tmp_path: Path, site: Site) -> None:

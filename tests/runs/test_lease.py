@@ -267,7 +267,7 @@ def test_whoever_asks_slurm_for_long_claims_nothing_that_is_another_s_by_then(
     try:
         end = time.monotonic() + 20
         while len(asked) < 2 and time.monotonic() < end:
-            link.hear()
+            link.receive()
             time.sleep(0.02)
     finally:
         link.close()

@@ -139,7 +139,7 @@ def test_a_plan_is_kept_but_no_memory_of_the_state_before(make: Any) -> None:
     bench.saves.fence()
     bench.saves.settle()
     assert [bench.loaded(step)["a"].unique().tolist() for step in (1, 2, 3, 4)] == [[1], [2], [3], [4]]
-    assert [one["do"] for one in bench.worker.said].count("plan") == 2
+    assert [one["kind"] for one in bench.worker.said].count("plan_slot") == 2
 
 
 def test_two_saves_with_the_same_bytes_are_told_of(make: Any) -> None:
@@ -224,7 +224,7 @@ def test_a_last_save_does_not_wait_for_a_worker_that_is_stuck(
     # It is still there, and takes connections, but nobody waits long for it.
     assert bench.saves.save(8, 80, {"a": torch.ones(1000)})
     assert bench.kinds()[-2:] == [("save_failed", 8), ("save", 8)]
-    assert [one["do"] for one in bench.worker.said].count("reserve") == 1
+    assert [one["kind"] for one in bench.worker.said].count("reserve_slots") == 1
 
 
 def test_memory_that_is_refused_fails_the_save_with_its_reason(make: Any) -> None:
@@ -262,14 +262,14 @@ def test_wait_waits_for_the_one_before(make: Any) -> None:
     fill_all(bench)
     bench.worker._thread(lambda: bench.worker.stores.wait(0.3) or bench.worker.stores.set())
     assert bench.saves.save(3, 3, {"a": torch.zeros(1000)})
-    assert "degrade" not in {one["do"] for one in bench.worker.said}
+    assert "degrade_saves" not in {one["kind"] for one in bench.worker.said}
 
 
 def test_degrade_lets_the_older_ones_go_no_further(make: Any) -> None:
     bench = make(on_backlog="degrade")
     fill_all(bench)
     assert bench.saves.save(3, 3, {"a": torch.zeros(1000)})
-    assert [one["do"] for one in bench.worker.said].count("degrade") == 1
+    assert [one["kind"] for one in bench.worker.said].count("degrade_saves") == 1
 
 
 def test_a_copy_is_made_of_what_goes_to_the_run_directory_and_of_nothing_else(make: Any) -> None:

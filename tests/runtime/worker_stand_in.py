@@ -10,11 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hpcrun import __version__
 from hpcrun.checkpoint.flush.durable_tier import DurableTier
 from hpcrun.checkpoint.format import ChunkSpec
 from hpcrun.checkpoint.levels import GenerationId, NodeShards, SealedPart, StoreResult
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal_part
 from hpcrun.errors import SiteError
+from hpcrun.typed_json import render_typed
 
 
 class StandIn:
@@ -87,52 +89,55 @@ class _Rank:
 
     def serve(self) -> None:
         try:
-            for text in self.line.makefile("r"):
+            self.tell({"hpcrun": __version__})
+            lines = self.line.makefile("r")
+            assert json.loads(next(lines)) == {"hpcrun": __version__}
+            for text in lines:
                 told = json.loads(text)
                 self.worker.said.append(told)
-                answer = getattr(self, told["do"])(told)
+                answer = getattr(self, told["kind"])(told)
                 if answer is not None:
                     self.tell(answer)
         except (OSError, ValueError):
             return
 
-    def tell(self, message: dict[str, Any]) -> None:
-        self.line.sendall(json.dumps(message).encode() + b"\n")
+    def tell(self, message: Any) -> None:
+        self.line.sendall(render_typed(message).encode() + b"\n")
 
-    def reserve(self, told: dict[str, Any]) -> dict[str, Any]:
+    def reserve_slots(self, told: dict[str, Any]) -> dict[str, Any]:
         if self.worker.refuses:
-            return {"kind": "refused", "why": self.worker.refuses}
+            return {"kind": "request_refused", "why": self.worker.refuses}
         self.paths = [self.worker.folder / f"slot-{told['rank']}-{k}.bin" for k in range(told["slots"])]
         for path in self.paths:
             path.write_bytes(bytes(told["size_bytes"]))
-        return {"kind": "reserved", "slots": [str(path) for path in self.paths], "levels": ["durable"]}
+        return {"kind": "slots_reserved", "slots": [str(path) for path in self.paths], "levels": ["durable"]}
 
-    def plan(self, told: dict[str, Any]) -> dict[str, Any]:
+    def plan_slot(self, told: dict[str, Any]) -> dict[str, Any]:
         pieces = [ChunkSpec(n, d, *(tuple(x) for x in rest)) for n, d, *rest in told["pieces"]]
         self.plans[told["key"]] = plan_slot(told["rank"], pieces, told["file"], told["start"])
-        return {"kind": "planned"}
+        return {"kind": "slot_planned"}
 
-    def claim(self, told: dict[str, Any]) -> dict[str, Any]:
+    def claim_slot(self, told: dict[str, Any]) -> dict[str, Any]:
         for slot in range(len(self.paths)):
             is_only = self.sealed.get(slot) == told["published"] and told["published"] is not None
             if slot not in self.busy and not (is_only and len(self.paths) > 1):
                 self.sealed.pop(slot, None)
-                return {"kind": "claimed", "slot": slot}
-        return {"kind": "busy", "why": "all slots are on their way"}
+                return {"kind": "slot_claimed", "slot": slot}
+        return {"kind": "slots_busy", "why": "all slots are on their way"}
 
-    def ping(self, told: dict[str, Any]) -> dict[str, Any] | None:
-        return None if self.worker.is_stuck else {"kind": "pong"}
+    def ping_from_rank(self, told: dict[str, Any]) -> dict[str, Any] | None:
+        return None if self.worker.is_stuck else {"kind": "worker_pong"}
 
-    def lost(self, told: dict[str, Any]) -> None:
+    def slot_lost(self, told: dict[str, Any]) -> None:
         """Here every rank is alone."""
 
-    def hasten(self, told: dict[str, Any]) -> None:
+    def hasten_flush(self, told: dict[str, Any]) -> None:
         """It never rests."""
 
-    def degrade(self, told: dict[str, Any]) -> None:
+    def degrade_saves(self, told: dict[str, Any]) -> None:
         self.worker.stores.set()
 
-    def filled(self, told: dict[str, Any]) -> None:
+    def slot_filled(self, told: dict[str, Any]) -> None:
         slot, stamp = told["slot"], GenerationId(**told["stamp"])
         self.busy[slot] = stamp.generation
         plan = self.plans[told["key"]]
@@ -141,7 +146,7 @@ class _Rank:
         with self.paths[slot].open("r+b") as file:
             file.write(image)
         self.sealed[slot] = stamp.generation
-        self.tell({"kind": "sealed", "generation": stamp.generation})
+        self.tell({"kind": "part_sealed", "stamp": vars(stamp)})
         whole = SealedPart(told["rank"], part, memoryview(image)[: part.size_bytes], str(self.paths[slot]))
         self.worker._thread(self.store, slot, NodeShards(stamp, (whole,)), told["levels"])
 
@@ -158,6 +163,6 @@ class _Rank:
         try:
             for level in levels:
                 stored = StoreResult(load.stamp, level, 0.1, len(load.parts[0].image), problem)  # type: ignore[arg-type]
-                self.tell({"kind": "stored", **{**vars(stored), "stamp": vars(load.stamp)}})
+                self.tell(stored)
         except OSError:
             return

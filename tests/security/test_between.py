@@ -11,11 +11,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, get_args
 
 import pytest
 
+from hpcrun.checkpoint.levels import GenerationId, StoreResult
 from hpcrun.checkpoint.parity.peers import PeerClient, PeerCredentials, PeerError, PeerReply, PeerServer
+from hpcrun.checkpoint.worker_messages import GenerationSealed, SaveFailed, WorkerReady
 from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch.agents.connection import (
     AgentIdentity,
@@ -23,7 +26,14 @@ from hpcrun.launch.agents.connection import (
     ReliableSession,
     connect_to_supervisor,
 )
-from hpcrun.launch.agents.messages import AGENT_MESSAGES, AGENT_ORDERS, check_agent_message, check_agent_order
+from hpcrun.launch.agents.messages import (
+    AGENT_MESSAGES,
+    AGENT_ORDERS,
+    AgentMessage,
+    AgentOrder,
+    ForwardedMessage,
+    NodeReport,
+)
 from hpcrun.launch.attempt_events import (
     NodeEvent,
     RankConnected,
@@ -31,12 +41,21 @@ from hpcrun.launch.attempt_events import (
     RankProgress,
     RankStarted,
     RankStopped,
-    encode_node_event,
 )
-from hpcrun.launch.rendezvous import NodeRendezvous, RendezvousRequest
+from hpcrun.launch.rendezvous import ConnectionTestStep, NodeRendezvous, RendezvousAnswer, RendezvousRequest
 from hpcrun.messages.channel import Channel
 from hpcrun.messages.frames import FRAME_BYTES
+from hpcrun.typed_json import Tagged, TaggedUnion, WrongValue, render_typed
 
+
+@dataclass(frozen=True)
+class Word(Tagged):
+    """A message of these tests."""
+
+    word: str
+
+
+WORDS = TaggedUnion[Word](Word)
 HERE, SECRET, RUN = "127.0.0.1", "a" * 64, "run-1"
 Tamper = Callable[[list[bytes]], list[bytes]]
 
@@ -107,7 +126,7 @@ def gate() -> Iterator[AgentListener]:
 
 
 def let_in(
-    gate: AgentListener, port: int, session: ReliableSession, ours: ReliableSession
+    gate: AgentListener, port: int, session: ReliableSession[Any], ours: ReliableSession[Any]
 ) -> tuple[Channel, Channel]:
     """Both ends of a connection of the agent's, the leader's first; they go on where they were."""
     found: list[tuple[Channel, int]] = []
@@ -124,13 +143,18 @@ def let_in(
     return channel, found[0][0]
 
 
+INVENTED = b'{"number": 2, "message": {"kind": "word", "word": "evil"}}\n'
 TAMPERS: dict[str, Tamper] = {
     "a byte is flipped": lambda lines: [lines[0], lines[1].replace(b'"b"', b'"c"'), lines[2]],
     "the mark is flipped": lambda lines: [lines[0], bytes([lines[1][0] ^ 1]) + lines[1][1:], lines[2]],
     "a message is repeated": lambda lines: [lines[0], lines[0], lines[1]],
     "a message is left out": lambda lines: [lines[0], lines[2]],
     "two have changed places": lambda lines: [lines[0], lines[2], lines[1]],
-    "a message is invented": lambda lines: [lines[0], b'{"do": "start", "argv": ["evil"]}\n', *lines[1:]],
+    "a message is invented": lambda lines: [
+        lines[0],
+        INVENTED,
+        *lines[1:],
+    ],
     "one is invented under another's mark": lambda lines: [lines[0], lines[1][:32] + lines[2][32:]],
     "bytes of every kind": lambda lines: [lines[0], b"\xff\0\xed\xa0\x80\n"],
 }
@@ -140,7 +164,7 @@ TAMPERS: dict[str, Tamper] = {
 @pytest.mark.parametrize("name", TAMPERS)
 def test_nothing_of_a_man_in_the_middle_is_acted_upon(gate: AgentListener, name: str, direction: str) -> None:
     between = Between(gate.port)
-    leader, agent = ReliableSession(), ReliableSession()
+    leader, agent = ReliableSession(WORDS), ReliableSession(WORDS)
     let_in(gate, between.port, agent, leader)
     speaks, hears = (leader, agent) if direction == "orders" else (agent, leader)
     held: list[bytes] = []
@@ -157,17 +181,17 @@ def test_nothing_of_a_man_in_the_middle_is_acted_upon(gate: AgentListener, name:
     else:
         between.tamper = tamper
     for word in "abc":
-        speaks.say(word=word)
-    heard: list[dict[str, Any]] = []
+        speaks.send(Word(word))
+    heard: list[Word] = []
     channel = hears.channel
     assert channel is not None
 
-    def hear() -> list[dict[str, Any]]:
-        heard.extend(hears.hear())
+    def hear() -> list[Word]:
+        heard.extend(hears.receive()[1])
         return heard
 
     until(lambda: len(hear()) > 3 or channel.is_closed)
-    assert heard == [{"word": "a"}]
+    assert heard == [Word("a")]
     assert "not what the other end has sent next" in channel.why
     # It is made anew, and then nothing is lost, and nothing doubled.
     leader.detach()
@@ -175,7 +199,7 @@ def test_nothing_of_a_man_in_the_middle_is_acted_upon(gate: AgentListener, name:
     between.close()
     let_in(gate, gate.port, agent, leader)
     until(lambda: len(hear()) == 3)
-    assert heard == [{"word": "a"}, {"word": "b"}, {"word": "c"}]
+    assert heard == [Word("a"), Word("b"), Word("c")]
     leader.detach()
     agent.detach()
 
@@ -184,16 +208,16 @@ def test_what_was_sent_over_one_connection_is_of_no_use_for_another(gate: AgentL
     sent: list[bytes] = []
     between = Between(gate.port)
     between.tamper = lambda data: sent.append(data) or data  # type: ignore[func-returns-value]
-    leader, agent = ReliableSession(), ReliableSession()
+    leader, agent = ReliableSession(WORDS), ReliableSession(WORDS)
     let_in(gate, between.port, agent, leader)
-    agent.say(word="a")
-    assert until(leader.hear) == [{"word": "a"}]
+    agent.send(Word("a"))
+    assert until(lambda: leader.receive()[1]) == [Word("a")]
     between.tamper = lambda data: sent[0]
     leader.detach()
     agent.detach()
     ours, _ = let_in(gate, between.port, agent, leader)
-    agent.beat(kind="beat")
-    until(lambda: leader.hear() or ours.is_closed)
+    agent.send_heartbeat()
+    until(lambda: leader.receive()[1] or ours.is_closed)
     assert "not what the other end has sent next" in ours.why
     leader.detach()
     agent.detach()
@@ -288,87 +312,90 @@ WRONG: list[Any] = [
 def test_what_makes_no_sense_costs_its_connection_and_is_not_heard_again(gate: AgentListener) -> None:
     """For every kind of message and each of its values, all that does not belong there."""
     tried = 0
-    for known, by, problem_of in (
-        (AGENT_MESSAGES, "kind", check_agent_message),
-        (AGENT_ORDERS, "do", check_agent_order),
-    ):
-        assert problem_of({by: "beat"}) == ""
-        for kind, shape in known.items():
-            for name in shape:
+    for kinds, classes in ((AGENT_MESSAGES, get_args(AgentMessage)), (AGENT_ORDERS, get_args(AgentOrder))):
+        for cls in classes:
+            names = [one.name for one in fields(cls)]
+            for name in names:
                 for value in WRONG:
-                    message = {by: kind, **dict.fromkeys(shape), name: value}
-                    tried += bool(problem_of(message))
-            assert problem_of({by: kind, **dict.fromkeys(shape), "more": 1})
-            if shape:
-                assert problem_of({by: kind})
-        odd: list[dict[str, Any]] = [{}, {"word": "beat"}, *({by: one} for one in WRONG)]
-        assert all(map(problem_of, odd))
+                    message = {"kind": cls.kind, **dict.fromkeys(names), name: value}
+                    tried += is_refused(kinds, message)
+            assert is_refused(kinds, {"kind": cls.kind, **dict.fromkeys(names), "more": 1})
+            if names:
+                assert is_refused(kinds, {"kind": cls.kind})
+        odd: list[Any] = [*WRONG, {}, {"word": "kill_ranks"}, *({"kind": value} for value in WRONG)]
+        assert all(is_refused(kinds, message) for message in odd)
     assert tried > 500
-    leader, agent = ReliableSession(check_agent_message), ReliableSession()
+    leader, agent = ReliableSession(AGENT_MESSAGES), ReliableSession(WORDS)
     ours, _ = let_in(gate, gate.port, agent, leader)
-    agent.say(kind="met", attempt=1, rank=True)
-    agent.say(kind="met", attempt=1, rank=1)
-    until(lambda: leader.hear() or ours.is_closed)
-    assert ours.why == "met has a wrong rank"
+    right = NodeReport(1, RankConnected(1))
+    agent.send(NodeReport(1, RankConnected(True)))
+    agent.send(right)
+    until(lambda: leader.receive()[1] or ours.is_closed)
+    assert ours.why == "node_report: event: rank_connected: rank: expected an integer, not True"
     leader.detach()
     agent.detach()
     let_in(gate, gate.port, agent, leader)
-    assert until(leader.hear) == [{"kind": "met", "attempt": 1, "rank": 1}]
+    assert until(lambda: leader.receive()[1]) == [right]
     leader.detach()
     agent.detach()
+
+
+def is_refused(kinds: TaggedUnion[Any], message: Any) -> bool:
+    try:
+        kinds.parse(message)
+    except WrongValue:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("number", [-1, True, "1", None, 1.0, 1 << 60])
 def test_numbers_of_messages_are_numbers(gate: AgentListener, number: Any) -> None:
-    for name in ("n", "seen"):
-        leader, agent = ReliableSession(), ReliableSession()
+    for name in ("number", "heartbeat"):
+        leader, agent = ReliableSession(WORDS), ReliableSession(WORDS)
         ours, theirs = let_in(gate, gate.port, agent, leader)
-        theirs.send({"word": "a", name: number})
-        until(lambda: leader.hear() or ours.is_closed)  # noqa: B023
+        theirs.send({"message": Word("a"), name: number})
+        until(lambda: leader.receive()[1] or ours.is_closed)  # noqa: B023
         assert ours.why == "what came has no number that can be"
         leader.detach()
         agent.detach()
 
 
 def test_what_we_say_makes_sense() -> None:
-    seen: list[NodeEvent] = [
+    events: list[NodeEvent] = [
         RankStarted(0, "n", 1), RankConnected(0),
         RankEnded(0, "n", None, None, 1.5), RankEnded(0, "n", 7, 9, 1.5),
         RankStopped(0, "n", True), RankProgress(0, "n", "step", None, {"step": 0.5}, [0.25]),
         RankProgress(0, "n", "eval", 4, {}),
     ]  # fmt: skip
-    for one in seen:
-        assert check_agent_message(json.loads(encode_node_event(one)) | {"attempt": 1}) == ""
-    asked = json.loads(json.dumps(PreflightRequest(("shm",), hcas=("a",), xids={"79": "reset"}).as_json()))
-    assert check_agent_order({"do": "preflight", **asked}) == ""
-    request, desk = RendezvousRequest(1, ("n1",), wants_port=True), NodeRendezvous()
-    order = json.loads(json.dumps(request.as_json()))
-    assert check_agent_order({"do": "meeting", **order}) == ""
-    assert check_agent_message(json.loads(json.dumps(desk.answer(order)))) == ""
-    for step, more in (("listen", {}), ("try", {"places": {"n2": [HERE, 9]}}), ("end", {})):
-        trial: dict[str, Any] = {"attempt": 1, "step": step, **more}
-        assert check_agent_order({"do": "trial", **trial}) == ""
-        assert check_agent_message(json.loads(json.dumps(desk.probe_peers(trial)))) == ""
-    desk.close()
-    stamp = {"generation": "ab", "step": 1, "position": 2, "world_size": 1, "attempt": 1}
-    right: list[dict[str, Any]] = [
-        {"kind": "sealed", **stamp, "size_bytes": 5},
-        {
-            "kind": "stored",
-            "stamp": stamp,
-            "level": "local",
-            "seconds": 0.5,
-            "size_bytes": 5,
-            "problem": None,
-        },
-        {"kind": "ready", "port": None, "address": None, "socket": "s", "levels": [], "missing": {}},
+    request, node = RendezvousRequest(1, ("n1",), wants_port=True), NodeRendezvous()
+    steps = [
+        ConnectionTestStep(1, "listen"),
+        ConnectionTestStep(1, "try", {"n2": (HERE, 9)}),
+        ConnectionTestStep(1, "end"),
     ]
-    for told in right:
-        assert check_agent_message({"kind": "drain", "node": "n", "told": told}) == ""
+    orders: list[Any] = [PreflightRequest(("shm",), hcas=("a",), xids={"79": "reset"}), request, *steps]
+    for order in orders:
+        assert AGENT_ORDERS.parse(json.loads(render_typed(order))) == order
+    answers: list[Any] = [NodeReport(1, event) for event in events]
+    answers += [RendezvousAnswer(1, node.answer(request)), *map(node.probe_peers, steps)]
+    node.close()
+    stamp = GenerationId("ab", 1, 2, 1, 1)
+    answers += [
+        ForwardedMessage(message)
+        for message in (
+            GenerationSealed(stamp, 5),
+            StoreResult(stamp, "local", 0.5, 5),
+            WorkerReady(None, None, "s"),
+            SaveFailed(stamp, "durable", "no room"),
+        )
+    ]
+    for answer in answers:
+        assert AGENT_MESSAGES.parse(json.loads(render_typed(answer))) == answer
     wrong: list[dict[str, Any]] = [
-        {"kind": "ready", "port": "x"},
-        {"stamp": 1},
-        {"stamp": {"generation": []}},
+        {"kind": "worker_ready", "port": "x"},
+        {"kind": "generation_sealed", "stamp": 1},
+        {"kind": "generation_sealed", "stamp": {"generation": []}},
     ]
-    for told in wrong:
-        assert "its checkpoint worker's" in check_agent_message({"kind": "drain", "node": "n", "told": told})
+    for message in wrong:
+        with pytest.raises(WrongValue, match=f"forwarded_message: message: {message['kind']}: "):
+            AGENT_MESSAGES.parse({"kind": "forwarded_message", "message": message})

@@ -101,6 +101,10 @@ TEXTS = [
 ]  # fmt: skip
 
 
+GREETING = json.dumps({"hpcrun": __version__}).encode() + b"\n"
+"""The first line to a checkpoint worker."""
+
+
 class Fuzz:
     """Messages that prove nothing, always the same ones."""
 
@@ -114,7 +118,7 @@ class Fuzz:
             case 0:
                 return draw.randbytes(draw.randrange(1, 200)) + b"\n" * draw.randrange(2)
             case 1:
-                names = ("node", "session", "epoch", "seen", "nonce", "version", "proof", "do", "rank")
+                names = ("node", "session", "epoch", "seen", "nonce", "version", "proof", "kind", "rank")
                 said = {name: draw.choice(ODD) for name in names if draw.random() < 0.7}
                 return json.dumps(said).encode() + b"\n"
             case _:
@@ -324,28 +328,34 @@ class AtArena:
         (root / "run" / "checkpoints").mkdir(parents=True)
         self.host = Host(root, RunDir(root / "run"), "n1")
         self.socket = Path(self.host.configure()["socket"])
-        self.host.wait("proved")  # until then it has files of its own open
+        self.host.wait("writes_probed")  # until then it has files of its own open
         self._descriptors = self.descriptors()
 
     def descriptors(self) -> int:
         return len(list(Path(f"/proc/{self.host.process.pid}/fd").iterdir()))
 
     def open(self) -> socket.socket:
-        return connect_unix_socket(self.socket.parent, self.socket.name)
+        one = connect_unix_socket(self.socket.parent, self.socket.name)
+        one.sendall(GREETING)
+        return one
 
     def attend(self) -> None:
         pass
 
     def right(self, one: socket.socket) -> bytes:
-        return b'{"do": "reserve", "rank": 0, "ranks": [1], "slots": 2, "size_bytes": 1e999}\n'
+        return b'{"kind": "reserve_slots", "rank": 0, "ranks": [1], "slots": 2, "size_bytes": 1e999}\n'
 
     def serves(self) -> None:
         with self.open() as one:
             one.settimeout(20)
-            one.sendall(b'{"do": "ping", "rank": 0}\n')
-            assert json.loads(one.recv(4096)) == {"kind": "pong"}
-        self.host.say(do="ping")
-        self.host.wait("pong")
+            one.sendall(b'{"kind": "ping_from_rank", "rank": 0}\n')
+            with one.makefile("rb") as lines:
+                assert [json.loads(next(lines)) for _ in range(2)] == [
+                    json.loads(GREETING),
+                    {"kind": "worker_pong"},
+                ]
+        self.host.say(kind="ping_worker")
+        self.host.wait("worker_pong")
         until(lambda: self.descriptors() == self._descriptors)
 
     def close(self) -> None:

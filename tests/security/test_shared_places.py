@@ -133,7 +133,7 @@ def test_a_worker_and_its_ranks_meet_where_the_name_is_taken() -> None:
         host = Host(SHM, run, "n1")
         try:
             ready = host.configure(memory=2)
-            assert "is used instead" in host.wait("log")["text"]
+            assert "is used instead" in host.wait("worker_log")["text"]
             assert Path(ready["socket"]).parent == host.arena
             assert host.arena.parents[1] != TOP
             assert Path(ready["socket"]).stat().st_mode & 0o777 == 0o600
@@ -164,8 +164,8 @@ def test_shared_memory_that_others_may_rename_in_is_refused_at_once() -> None:
         run.path.mkdir()
         host = Host(Path("/tmp/open"), run, "n1")
         try:
-            host.say(do="configure", run=str(run.path), node="n1", attempt=1, spec={"memory": 2})
-            assert "chmod +t /tmp/open" in host.wait("error")["why"]
+            host.say(kind="configure_worker", run=str(run.path), node="n1", attempt=1, spec={"memory": 2})
+            assert "chmod +t /tmp/open" in host.wait("worker_error")["why"]
         finally:
             host.kill()
 

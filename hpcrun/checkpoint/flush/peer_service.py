@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcrun.checkpoint.flush.tier_context import TierContext
@@ -10,7 +10,7 @@ from hpcrun.checkpoint.levels import InventoryEntry
 from hpcrun.checkpoint.parity.parity_tier import ParityTier
 from hpcrun.checkpoint.parity.peers import PartServer, PeerClient, PeerCredentials, PeerServer
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
-from hpcrun.checkpoint.restore_plan import parse_rebuild_order
+from hpcrun.checkpoint.restore_plan import RebuildOrder
 from hpcrun.errors import SiteError
 from hpcrun.messages.lines import describe_version_mismatch
 
@@ -63,14 +63,9 @@ class PeerService:
             self._parity_tier_key = wanted
         return self._parity_tier
 
-    def rebuild(self, order: Mapping[str, Any]) -> InventoryEntry:
+    def rebuild(self, order: RebuildOrder) -> InventoryEntry:
         """Make again what an order asks for; SiteError where that cannot be."""
-        peers = self._require_peers()
-        try:
-            wanted = parse_rebuild_order(order.get("order", {}))
-        except ValueError as error:
-            raise SiteError(str(error)) from None
-        return rebuild_members(wanted, peers, wanted.node, self._arena)
+        return rebuild_members(order, self._require_peers(), order.node, self._arena)
 
     def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:
         """What another node answers; SiteError where it does not, or says no."""

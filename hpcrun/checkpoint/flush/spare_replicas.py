@@ -27,6 +27,7 @@ from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.parity.files import ASIDE_SUFFIX, AtomicFile
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
+from hpcrun.checkpoint.worker_messages import CopyParts, PartsCopied
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.files import OwnedDirectory, UntrustedFileError
 
@@ -78,7 +79,7 @@ class _CopyOrder:
 class SpareReplicaStore:
     """Those of one arena; they are fetched in a thread of its own, all else happens at once."""
 
-    def __init__(self, arena: Arena, say: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, arena: Arena, say: Callable[[PartsCopied], None]) -> None:
         """`say` gets the answers to orders, in the other thread. They give way where slots need the room."""
         self._files, self._say, self._room = arena.files, say, arena.room
         arena.evict_replicas = self._evict
@@ -91,11 +92,9 @@ class SpareReplicaStore:
             if path.name.startswith(_PREFIX) and (path.suffix == ASIDE_SUFFIX or not is_held):
                 arena.files.unlink(path.name)
 
-    def obey(self, told: Mapping[str, Any], asks: PeerReader, flush_duty: float) -> None:
-        """Begin what an order `copy` asks for, instead of an earlier one; ValueError: no such order."""
-        order = _CopyOrder(
-            int(told["id"]), GenerationId(**told["stamp"]), tuple(map(str, told["nodes"])), asks
-        )
+    def obey(self, copy: CopyParts, asks: PeerReader, flush_duty: float) -> None:
+        """Begin what an order asks for, instead of an earlier one; ValueError: it makes no sense."""
+        order = _CopyOrder(copy.id, copy.stamp, copy.nodes, asks)
         if not _GENERATION.fullmatch(order.stamp.generation):
             raise ValueError(f"{order.stamp.generation} is no generation: 32 hexadecimal digits")
         self.end()
@@ -163,18 +162,18 @@ class SpareReplicaStore:
             self._let_go(lambda one: one.stamp.generation != generation)
         with self._lock:
             held = [one.part.size_bytes for one in self._held.values() if one.stamp == order.stamp]
+        seconds = round(time.monotonic() - begin, 6)
         self._say(
-            {
-                "kind": "copied",
-                "id": order.number,
-                "step": order.stamp.step,
-                "generation": generation,
-                "nodes": whole,
-                "no_room": left,
-                "problems": problems,
-                "size_bytes": sum(held),
-                "seconds": round(time.monotonic() - begin, 6),
-            }
+            PartsCopied(
+                order.number,
+                order.stamp.step,
+                generation,
+                tuple(whole),
+                tuple(left),
+                problems,
+                sum(held),
+                seconds,
+            )
         )
 
     def _copy_share(self, order: _CopyOrder, node: str) -> bool:

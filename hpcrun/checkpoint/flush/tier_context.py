@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from pydantic import ValidationError
-
 from hpcrun.checkpoint.flush.stall_watch import StallWatch
 from hpcrun.checkpoint.flush.throttle import Throttle
 from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, Tier
+from hpcrun.checkpoint.restore_plan import RebuildOrder
+from hpcrun.checkpoint.worker_messages import ConfigureWorker
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
 
@@ -55,23 +55,20 @@ class TierContext:
         self.throttle.rest(count)
 
 
-def parse_tier_context(told: Mapping[str, Any], arena: Path) -> TierContext:
-    """From the host's order `configure`; ValueError where it makes no sense."""
-    try:
-        return TierContext(
-            RunDir(Path(told["run"])),
-            str(told["node"]),
-            CheckpointSpec.model_validate(told["spec"]),
-            int(told["attempt"]),
-            arena,
-            None if told.get("set") is None else tuple(told["set"]),
-            int(told.get("parity", 0)),
-            {node: (str(one[0]), int(one[1])) for node, one in told.get("peers", {}).items()},
-            bytes.fromhex(told.get("secret", "")),
-            address=str(told.get("address") or ""),
-        )
-    except (KeyError, TypeError, ValidationError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from None
+def make_tier_context(order: ConfigureWorker, arena: Path) -> TierContext:
+    """The context that the host's order gives; ValueError where the order makes no sense."""
+    return TierContext(
+        RunDir(Path(order.run)),
+        order.node,
+        CheckpointSpec.model_validate(order.spec),
+        order.attempt,
+        arena,
+        order.set,
+        order.parity,
+        order.peers,
+        bytes.fromhex(order.secret),
+        address=order.address,
+    )
 
 
 @runtime_checkable
@@ -110,7 +107,7 @@ class PeerServiceProtocol(Protocol):
     def tier(self, around: TierContext) -> Tier | None:
         """The station that keeps parity, where this node is in a set; SiteError where it cannot."""
 
-    def rebuild(self, order: Mapping[str, Any]) -> InventoryEntry:
+    def rebuild(self, order: RebuildOrder) -> InventoryEntry:
         """Make again what an order `rebuild` asks for; OSError or SiteError where it cannot be made."""
 
     def ask(self, node: str, request: dict[str, Any], wait_s: float = 0.0) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
+from hpcrun.checkpoint import worker_messages as wire
 from hpcrun.checkpoint.flush import tiers
 from hpcrun.checkpoint.flush.arena import (
     SHM,
@@ -41,7 +41,7 @@ from hpcrun.checkpoint.flush.tier_context import (
     PeerServiceProtocol,
     SupportsWriteProbe,
     TierContext,
-    parse_tier_context,
+    make_tier_context,
 )
 from hpcrun.checkpoint.flush.tiers import OpenPeerService, TierFactory
 from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, Tier
@@ -49,9 +49,10 @@ from hpcrun.checkpoint.parity.blocks import list_parity_entries
 from hpcrun.checkpoint.part_check import DamagedPart, exclude_damaged_parts, find_damaged_parts
 from hpcrun.errors import SiteError
 from hpcrun.files import OwnedDirectory
-from hpcrun.messages.lines import JsonLineStream, listen_unix_socket
+from hpcrun.messages.lines import MessageStream, VersionMismatchError, listen_unix_socket
 from hpcrun.messages.listeners import accept_own_user
 from hpcrun.specs.rundir import RunDir
+from hpcrun.typed_json import WrongValue
 
 _NICE = 10
 _PREDECESSOR_TIMEOUT_S = 60.0
@@ -69,7 +70,7 @@ class CheckpointWorker:
     def __init__(
         self,
         root: Path,
-        host: JsonLineStream,
+        host: MessageStream[wire.WorkerOrder],
         factories: Mapping[CheckpointLevel, TierFactory] | None = None,
         open_neighbour: OpenPeerService | None = None,
     ) -> None:
@@ -85,9 +86,10 @@ class CheckpointWorker:
         self._locked_arena: OwnedDirectory | None = None
         """The arena, with the lock by which others see that it is served."""
         self._orders = ThreadPoolExecutor(1, "orders")
-        self._answers = SimpleQueue[dict[str, Any]]()
+        self._answers = SimpleQueue[wire.WorkerMessage]()
         self._damaged_parts: Mapping[DamagedPart, str] = {}
         """Parts that have not proved themselves: nobody is told of them any more."""
+        self._refused_versions = set[str]()
         self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._listening: socket.socket | None = None
         self._selector = selectors.DefaultSelector()
@@ -147,72 +149,72 @@ class CheckpointWorker:
             raise SiteError(f"{self._pipeline.arena.folder}: somebody has removed it")
 
     def _handle_host_orders(self) -> None:
-        for order in self._host.receive():
-            if self._is_running:
+        try:
+            orders = self._host.receive()
+        except VersionMismatchError as error:
+            raise SiteError(str(error)) from None
+        for order in orders:
+            if isinstance(order, WrongValue):
+                self._host.send(wire.WorkerError(str(order)))
+            elif self._is_running:
                 try:
                     self._obey(order)
                 except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    self._host.send({"kind": "error", "why": f"{type(error).__name__}: {error}"})
+                    self._host.send(wire.WorkerError(f"{type(error).__name__}: {error}"))
                 except (OSError, SiteError) as error:
-                    self._host.send({"kind": "error", "why": str(error)})
+                    self._host.send(wire.WorkerError(str(error)))
         self._is_running &= not self._host.is_closed
 
-    def _obey(self, order: Any) -> None:
-        match order["do"]:
-            case "configure":
+    def _obey(self, order: wire.WorkerOrder) -> None:
+        match order:
+            case wire.ConfigureWorker():
                 self._configure(order)
-            case "inventory":
-                self._take_stock(order)
-            case "rebuild":
+            case wire.TakeInventory():
+                self._take_inventory(order)
+            case wire.RebuildParts():
                 self._rebuild(order)
-            case "release":
-                keep = {str(one) for one in order["keep"]}
-                self._opened().release(keep)
+            case wire.ReleaseGenerations(keep):
+                self._opened().release(set(keep))
                 self._require_replica_store().retain(keep)
-            case "copy":
+            case wire.CopyParts():
                 self._copy(order)
-            case "dismiss":
-                self._require_replica_store().dismiss(
-                    str(order["generation"]), {int(one) for one in order["numbers"]}
-                )
-            case "ping":
-                self._host.send({"kind": "pong"})
-            case "end":
+            case wire.DismissReplicas(generation, numbers):
+                self._require_replica_store().dismiss(generation, numbers)
+            case wire.PingWorker():
+                self._host.send(wire.WorkerPong())
+            case wire.EndWorker():
                 self._is_running = False
-            case verb:
-                raise ValueError(f"unknown verb {verb}")
 
-    def _take_stock(self, order: dict[str, Any]) -> None:
+    def _take_inventory(self, order: wire.TakeInventory) -> None:
         """Tell what is here; of generations in doubt only what proves itself, read beside everything else."""
-        doubted, held = {str(one) for one in order.get("prove", ())}, self._holdings()
+        doubted, held = set(order.prove), self._holdings()
         if not doubted:
-            self._host.send(_inventory_message(order["id"], held))
+            self._host.send(wire.WorkerInventory(order.id, tuple(held)))
             return
         proving = self._orders.submit(find_damaged_parts, held, doubted)
-        proving.add_done_callback(partial(self._proved, order["id"], held))
+        proving.add_done_callback(partial(self._proved, order.id, held))
 
     def _proved(
-        self, number: Any, held: list[InventoryEntry], proving: Future[dict[DamagedPart, str]]
+        self, number: int, held: list[InventoryEntry], proving: Future[dict[DamagedPart, str]]
     ) -> None:
         """In the other thread."""
         if proving.cancelled():
             return
         if (error := proving.exception()) is not None:
-            self._answers.put({"kind": "error", "why": f"inventory: {error}"})
-        else:
-            damages = proving.result()
-            self._damaged_parts = {**self._damaged_parts, **damages}
-            for why in damages.values():
-                self._answers.put({"kind": "log", "text": f"damaged, and left out: {why}"})
-            self._answers.put(_inventory_message(number, exclude_damaged_parts(held, damages)))
-        os.eventfd_write(self._wake_descriptor, 1)
+            self._answer(wire.WorkerError(f"inventory: {error}"))
+            return
+        damages = proving.result()
+        self._damaged_parts = {**self._damaged_parts, **damages}
+        for why in damages.values():
+            self._say(f"damaged, and left out: {why}")
+        self._answer(wire.WorkerInventory(number, tuple(exclude_damaged_parts(held, damages))))
 
-    def _answer(self, told: dict[str, Any]) -> None:
+    def _answer(self, message: wire.WorkerMessage) -> None:
         """In another thread."""
-        self._answers.put(told)
+        self._answers.put(message)
         os.eventfd_write(self._wake_descriptor, 1)
 
-    def _copy(self, order: dict[str, Any]) -> None:
+    def _copy(self, order: wire.CopyParts) -> None:
         guests = self._require_replica_store()
         if self._peer_service is None or self._context is None:
             raise ValueError("this worker talks to no other nodes")
@@ -223,22 +225,21 @@ class CheckpointWorker:
             raise ValueError("configure comes first")
         return self._guests
 
-    def _configure(self, order: dict[str, Any]) -> None:
+    def _configure(self, order: wire.ConfigureWorker) -> None:
         """For each attempt, and again when the peers are known; the same attempt goes on undisturbed."""
-        run = RunDir(Path(order["run"]))
-        if run_ids := order.get("run_ids"):  # a script's directory gets its identity at the first save
-            own, *others = map(str, run_ids)
-            run.assume(own, others)
+        run = RunDir(Path(order.run))
+        if order.run_ids:  # a script's directory gets its identity at the first save
+            run.assume(order.run_ids[0], order.run_ids[1:])
         if self._pipeline is None:
-            self._is_of_script = bool(order.get("script"))
-            folder = self._make_arena(run, str(order["node"]))
+            self._is_of_script = order.is_of_script
+            folder = self._make_arena(run, order.node)
             self._pipeline = FlushPipeline(
                 Arena(folder), self._rank_requests, partial(os.eventfd_write, self._wake_descriptor, 1)
             )
             self._guests = SpareReplicaStore(self._pipeline.arena, self._answer)
             self._listening = listen_unix_socket(self._pipeline.arena.files, SOCKET_NAME)
             self._selector.register(self._listening, selectors.EVENT_READ)
-        around = parse_tier_context(order, self._pipeline.arena.folder)
+        around = make_tier_context(order, self._pipeline.arena.folder)
         around = replace(around, throttle=self._pipeline.throttle, watch=self._pipeline.watch, say=self._say)
         around.throttle.flush_duty = around.spec.flush_duty
         before = self._context
@@ -263,18 +264,11 @@ class CheckpointWorker:
             threading.Thread(target=self._prove, args=(found,), name="prove", daemon=True).start()
         for level, why in missing.items():
             if why:
-                self._host.send({"kind": "log", "text": f"level {level}: {why}"})
-        neighbour = self._peer_service
-        self._host.send(
-            {
-                "kind": "ready",
-                "port": neighbour.port if neighbour is not None else None,
-                "address": neighbour.address if neighbour is not None else None,
-                "socket": str(around.arena / SOCKET_NAME),
-                "levels": ["memory", *found],
-                "missing": dict(missing),
-            }
-        )
+                self._host.send(wire.WorkerLog(f"level {level}: {why}"))
+        peers = self._peer_service
+        address, port = (peers.address, peers.port) if peers is not None else (None, None)
+        levels = ("memory", *found)
+        self._host.send(wire.WorkerReady(address, port, str(around.arena / SOCKET_NAME), levels))
 
     def _prove(self, found: Mapping[CheckpointLevel, Tier]) -> None:
         """In a thread of its own: whether saves can get to each level, before there are any."""
@@ -286,11 +280,11 @@ class CheckpointWorker:
                 except (OSError, SiteError) as error:
                     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
                     problems[level] = f"{where}{getattr(error, 'strerror', None) or error}"
-        self._answer({"kind": "proved", "problems": problems})
+        self._answer(wire.WritesProbed(problems))
 
     def _say(self, text: str) -> None:
         """Tell the host a line for people; from any thread."""
-        self._answer({"kind": "log", "text": text})
+        self._answer(wire.WorkerLog(text))
 
     def _make_arena(self, run: RunDir, node: str) -> Path:
         """The folder of this node's arena, locked; made anew where it was cleared away before that."""
@@ -341,22 +335,23 @@ class CheckpointWorker:
             found += list_parity_entries(pipeline.arena.files)
         return exclude_damaged_parts(found, self._damaged_parts) if self._damaged_parts else found
 
-    def _rebuild(self, order: dict[str, Any]) -> None:
+    def _rebuild(self, order: wire.RebuildParts) -> None:
         """Beside everything else: it takes as long as the network does."""
         if self._peer_service is None:
-            problem = "this worker talks to no other nodes"
-            self._host.send({"kind": "rebuilt", "id": order["id"], "problem": problem})
+            self._host.send(wire.PartsRebuilt(order.id, problem="this worker talks to no other nodes"))
             return
-        rebuilding = self._orders.submit(self._peer_service.rebuild, order)
-        rebuilding.add_done_callback(partial(self._rebuilt, order["id"]))
+        rebuilding = self._orders.submit(self._peer_service.rebuild, order.order)
+        rebuilding.add_done_callback(partial(self._rebuilt, order.id))
 
-    def _rebuilt(self, number: Any, rebuilding: Future[InventoryEntry]) -> None:
+    def _rebuilt(self, number: int, rebuilding: Future[InventoryEntry]) -> None:
         """In the other thread."""
         if rebuilding.cancelled():
             return
         error = rebuilding.exception()
-        told = {"problem": str(error)} if error is not None else {"holding": rebuilding.result().as_json()}
-        self._answer({"kind": "rebuilt", "id": number} | told)
+        if error is not None:
+            self._answer(wire.PartsRebuilt(number, problem=str(error)))
+        else:
+            self._answer(wire.PartsRebuilt(number, rebuilding.result()))
 
     def _welcome(self) -> None:
         assert self._listening is not None
@@ -366,10 +361,18 @@ class CheckpointWorker:
     def _handle_rank_messages(self, caller: _RankConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             caller.lines.flush()
-        for message in caller.lines.receive() if events & selectors.EVENT_READ else ():
-            rank = self._rank_requests.hear(message, caller.send)
-            if rank is not None:
-                caller.ranks.add(rank)
+        try:
+            messages = caller.lines.receive() if events & selectors.EVENT_READ else []
+        except VersionMismatchError as error:
+            messages = []
+            if str(error) not in self._refused_versions:  # it comes again and again
+                self._refused_versions.add(str(error))
+                self._host.send(wire.WorkerLog(str(error)))
+        for message in messages:
+            if isinstance(message, WrongValue):
+                caller.send(wire.RequestRefused(str(message)))
+            elif self._rank_requests.hear(message, caller.send):
+                caller.ranks.add(message.rank)
         if caller.lines.is_closed:
             self._selector.unregister(caller.connection)
             caller.connection.close()
@@ -398,13 +401,12 @@ class _RankConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.ranks = connection, set[int]()
-        self.lines = JsonLineStream(connection.fileno(), connection.fileno())
-        # One and the same object each time: it is how the desk tells connections apart.
+        number = connection.fileno()
+        self.lines = MessageStream(
+            number, number, wire.RANK_REQUESTS, ours="its checkpoint worker", theirs="a rank of this node"
+        )
+        # One and the same object each time: the request handler tells connections apart by it.
         self.send = self.lines.send
-
-
-def _inventory_message(number: Any, held: list[InventoryEntry]) -> dict[str, Any]:
-    return {"kind": "inventory", "id": number, "holdings": [one.as_json() for one in held]}
 
 
 def _make_tiers(
@@ -440,7 +442,14 @@ def main(root: str = "") -> None:
         # Slurm signals every process of a step; the end of our host is what ends us.
         signal.signal(number, signal.SIG_IGN)
     lower_priority()
-    host = JsonLineStream(sys.stdin.fileno(), os.dup(sys.stdout.fileno()))
+    reading, writing = sys.stdin.fileno(), os.dup(sys.stdout.fileno())
+    host = MessageStream(
+        reading,
+        writing,
+        wire.WORKER_ORDERS,
+        ours="the checkpoint worker",
+        theirs="the process that started it",
+    )
     # Whatever else prints must not look like an answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     CheckpointWorker(Path(root) if root else SHM, host).serve()

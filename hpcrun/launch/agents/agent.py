@@ -8,28 +8,27 @@ supervisor, or becomes the one who starts it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from hpcrun import process
 from hpcrun.fabric.inventory import try_read_node_inventory
 from hpcrun.files import open_for_append
-from hpcrun.health.preflight import answer_preflight
+from hpcrun.health.preflight import PreflightRequest, answer_preflight
+from hpcrun.launch.agents import messages as wire
 from hpcrun.launch.agents.local_ranks import NodeRanks
 from hpcrun.launch.agents.memory_cleanup import clean_up_memory
 from hpcrun.launch.agents.supervisor_client import SupervisorClient
 from hpcrun.launch.agents.worker_process import WorkerProcess
-from hpcrun.launch.attempt_events import encode_node_event
 from hpcrun.launch.failover.successor_process import SuccessorProcess
-from hpcrun.launch.rendezvous import NodeRendezvous
+from hpcrun.launch.rendezvous import ConnectionTestStep, NodeRendezvous, RendezvousAnswer, RendezvousRequest
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.runs.run_lock import clean_up_segments
 from hpcrun.slurm.allocation import find_allocation
@@ -65,7 +64,9 @@ class Agent:
         )
         found = try_read_node_inventory()
         self._inside = found.as_json() if found else None
-        self._worker_process = WorkerProcess(run, self._node, lambda message: self._say(message), os.environ)
+        self._worker_process = WorkerProcess(
+            run, self._node, lambda message: self._say(wire.ForwardedMessage(message)), os.environ
+        )
         self._meeting = NodeRendezvous()
         self._ranks: NodeRanks | None = None
         self._attempt: int | None = None
@@ -93,7 +94,7 @@ class Agent:
             if self._successor is not None:
                 leaving.callback(self._successor.await_exit)
             leaving.callback(self._supervisor_client.close)
-            leaving.callback(self._say, {"kind": "left"})
+            leaving.callback(self._say, wire.AgentLeft())
             leaving.callback(self._worker_process.close)
             leaving.callback(self._meeting.close)
             leaving.callback(self._clear, [])
@@ -152,19 +153,19 @@ class Agent:
         self._selector.select(_POLL_STARTING_S if starting else _POLL_S)
         self._read_input()
         channel = self._supervisor_client.session.channel
-        orders = self._supervisor_client.hear()
+        orders = self._supervisor_client.receive()
         if channel is not None and self._supervisor_client.session.channel is not channel:
             self._forget_channel()
-        goes_on = all(self._obey(order) for order in orders if "do" in order)
+        goes_on = all(map(self._obey, orders))
         if (arrived := self._supervisor_client.take_new_connection()) is not None:
             self._forget_channel()
             self._selector.register(arrived[0], selectors.EVENT_READ, "channel")
             if arrived[1]:
                 # What another supervisor has started is nothing to this one.
                 self._clear([])
-                address = [os.environ.get(f"SLURM_TOPOLOGY_ADDR{end}", "") for end in ("", "_PATTERN")]
-                hello = {"kind": "hello", "node": self._node, "pid": os.getpid(), "address": address}
-                self._say(hello | {"called": self._is_called_back, "inside": self._inside})
+                place, pattern = (os.environ.get(f"SLURM_TOPOLOGY_ADDR{end}", "") for end in ("", "_PATTERN"))
+                called = self._is_called_back
+                self._say(wire.AgentHello(self._node, os.getpid(), (place, pattern), called, self._inside))
         return goes_on
 
     def _forget_channel(self) -> None:
@@ -179,53 +180,49 @@ class Agent:
                 with contextlib.suppress(KeyError):
                     self._selector.unregister(sys.stdin.fileno())
 
-    def _obey(self, order: dict[str, Any]) -> bool:
-        if order["do"] in ("start", "signal", "kill", "dump") and order["attempt"] not in (
-            None,
-            self._attempt,
-        ):
+    def _obey(self, order: wire.AgentOrder) -> bool:
+        """Carry out an order; False for the last one."""
+        if isinstance(order, wire.AttemptOrder) and order.attempt not in (None, self._attempt):
             return True  # it came too late
-        match order["do"]:
-            case "preflight":
-                self._say(answer_preflight(self._run, order) | {"attempt": order["attempt"]})
-            case "meeting":
-                self._say(self._meeting.answer(order))
-            case "trial":
+        match order:
+            case PreflightRequest():
+                self._say(answer_preflight(self._run, order))
+            case RendezvousRequest():
+                self._say(RendezvousAnswer(order.attempt, self._meeting.answer(order)))
+            case ConnectionTestStep():
                 self._say(self._meeting.probe_peers(order))
-            case "watch":
+            case wire.WatchRanks():
                 self._clear([])
                 clean_up_segments(self._run)
-                attempt = self._run.attempt(order["attempt"])
-                self._ranks = NodeRanks(attempt, order["ranks"], order["hears"])
+                attempt = self._run.attempt(order.attempt)
+                self._ranks = NodeRanks(attempt, order.ranks, order.progress_socket)
                 self._attempt = attempt.number
                 self._selector.register(self._ranks.fileno(), selectors.EVENT_READ)
-                self._say({"kind": "watching", "attempt": self._attempt})
-            case "start":
-                self._start(order["argv"], Path(order["log"]))
-            case "signal":
+                self._say(wire.WatchingRanks(attempt.number))
+            case wire.StartProcess(_, argv, log):
+                self._start(argv, Path(log))
+            case wire.SignalRanks(_, number, rank):
                 if self._ranks is not None:
-                    self._ranks.signal(order["number"], order["rank"])
-            case "dump":
-                ranks = self._ranks.dump(order["timeout_s"]) if self._ranks is not None else {}
-                self._say({"kind": "dumped", "attempt": order["attempt"], "ranks": ranks})
-            case "kill":
+                    self._ranks.signal(number, rank)
+            case wire.DumpStacks(number, timeout_s):
+                stacks = self._ranks.dump(timeout_s) if self._ranks is not None else {}
+                self._say(wire.StacksDumped(number, {str(rank): seen for rank, seen in stacks.items()}))
+            case wire.KillRanks():
                 if self._ranks is not None:
                     self._ranks.kill()
-            case "clear":
-                stuck = self._clear(order["spared"]) if order["attempt"] in (None, self._attempt) else []
+            case wire.ClearRanks(number, spared):
+                stuck = self._clear(spared) if number in (None, self._attempt) else []
                 self._meeting.close()
-                self._say({"kind": "cleared", "attempt": order["attempt"], "stuck": stuck})
-            case "warm":
+                self._say(wire.RanksCleared(number, tuple(stuck)))
+            case wire.WarmUp():
                 self._warm()
-            case "drain":
-                self._worker_process.obey(order["told"])
-            case "beat":
-                pass
-            case _:
+            case wire.ForwardedOrder(worker_order):
+                self._worker_process.obey(worker_order)
+            case wire.LeaveRun():
                 return False
         return True
 
-    def _start(self, argv: list[str], log: Path) -> None:
+    def _start(self, argv: Sequence[str], log: Path) -> None:
         """Start a process of the launcher's, whose descendants the ranks are."""
         if self._ranks is None:
             return
@@ -260,18 +257,18 @@ class Agent:
         self._worker_process.look()
         if self._ranks is not None:
             for happening in (*self._ranks.ended(), *self._ranks.appeared()):
-                self._say(json.loads(encode_node_event(happening)) | {"attempt": self._attempt})
+                self._say(wire.NodeReport(self._attempt, happening))
             if time.monotonic() - self._reported > _REPORT_S:
                 self._reported = time.monotonic()
                 for one in self._ranks.heard():
-                    self._say(json.loads(encode_node_event(one)) | {"attempt": self._attempt})
+                    self._say(wire.NodeReport(self._attempt, one))
 
-    def _clear(self, spared: list[int]) -> list[int]:
+    def _clear(self, spared: Sequence[int]) -> list[int]:
         if self._ranks is None:
             return []
         self._selector.unregister(self._ranks.fileno())
         for rank in self._ranks.ended():
-            self._say(json.loads(encode_node_event(rank)) | {"attempt": self._attempt})
+            self._say(wire.NodeReport(self._attempt, rank))
         heir = [] if self._successor is None or self._successor.pid is None else [self._successor.pid]
         stuck = self._ranks.clear(_CLEAN_UP_S, [*spared, *heir, *self._worker_process.pids])
         self._ranks = self._attempt = None
@@ -282,5 +279,5 @@ class Agent:
         process.reap_orphans()
         return stuck
 
-    def _say(self, message: dict[str, Any]) -> None:
-        self._supervisor_client.session.say(**message)
+    def _say(self, message: wire.AgentMessage) -> None:
+        self._supervisor_client.session.send(message)

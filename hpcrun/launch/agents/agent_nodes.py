@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TypeVar
 
+from hpcrun.checkpoint.worker_messages import WorkerMessage, WorkerOrder
 from hpcrun.fabric.inventory import NodeInventory, parse_node_inventory
 from hpcrun.health.connection_test import choose_targets, describe_unreachable
-from hpcrun.health.preflight import MAX_PREFLIGHT_S, PreflightRequest
+from hpcrun.health.preflight import MAX_PREFLIGHT_S, PreflightReport, PreflightRequest
+from hpcrun.launch.agents import messages as wire
 from hpcrun.launch.agents.agent_pool import AgentHandle, AgentPool
-from hpcrun.launch.agents.worker_process import WORKER_MESSAGE_KIND
 from hpcrun.launch.attempt_events import (
     AttemptEvent,
     NodeEvent,
@@ -20,14 +22,14 @@ from hpcrun.launch.attempt_events import (
     RankConnected,
     RankEnded,
     RankStarted,
-    decode_node_event,
 )
 from hpcrun.launch.rendezvous import (
-    CONNECTION_TEST_KIND,
-    RENDEZVOUS_KIND,
+    ConnectionTestReport,
+    ConnectionTestStep,
+    RendezvousAnswer,
     RendezvousPoint,
     RendezvousRequest,
-    parse_rendezvous_point,
+    TestStep,
 )
 from hpcrun.process import ProcessId
 from hpcrun.runs.heartbeat_age import HeartbeatAgeFile
@@ -39,6 +41,16 @@ _ANSWER_TIMEOUT_S = 15.0
 _DUMP_SLACK_S = 1.0
 """The answer comes soon after the time that the agents have for it."""
 
+_M = TypeVar(
+    "_M",
+    PreflightReport,
+    RendezvousAnswer,
+    ConnectionTestReport,
+    wire.WatchingRanks,
+    wire.StacksDumped,
+    wire.RanksCleared,
+)
+
 
 class AgentNodes:
     """Several nodes, each with an agent."""
@@ -49,13 +61,13 @@ class AgentNodes:
         self._up: set[int] = set()
         self._met: set[int] = set()
         self._ended: set[int] = set()
-        self._worker_messages: list[tuple[str, dict[str, Any]]] = []
+        self._worker_messages: list[tuple[str, WorkerMessage]] = []
 
-    def _pump(self, timeout_s: float) -> Iterator[tuple[AgentHandle, dict[str, Any]]]:
+    def _pump(self, timeout_s: float) -> Iterator[tuple[AgentHandle, wire.AgentMessage]]:
         """What agents have said; what comes from checkpoint workers waits until somebody asks for it."""
         for agent, message in self._agent_pool.pump(timeout_s):
-            if message["kind"] == WORKER_MESSAGE_KIND:
-                self._worker_messages.append((agent.node, message["told"]))
+            if isinstance(message, wire.ForwardedMessage):
+                self._worker_messages.append((agent.node, message.message))
             else:
                 yield agent, message
 
@@ -65,16 +77,16 @@ class AgentNodes:
         return self._agent_pool.lost
 
     def _await(
-        self, kind: str, timeout_s: float, attempt: int | None = None, nodes: Sequence[str] | None = None
-    ) -> dict[str, dict[str, Any]]:
+        self, kind: type[_M], timeout_s: float, attempt: int | None = None, nodes: Sequence[str] | None = None
+    ) -> dict[str, _M]:
         """One answer of this kind, about this attempt or the newest, from every living agent (of `nodes`)."""
         about = self._attempt if attempt is None else attempt
-        answers: dict[str, dict[str, Any]] = {}
+        answers: dict[str, _M] = {}
         deadline = time.monotonic() + timeout_s
         asked = [one for one in self._agent_pool.living if nodes is None or one.node in nodes]
         while any(one.node not in answers and not one.is_lost for one in asked):
             for agent, message in self._pump(0.1):
-                if message["kind"] == kind and message.get("attempt") == about:
+                if isinstance(message, kind) and message.attempt == about:
                     answers[agent.node] = message
             self._new_losses()
             if time.monotonic() > deadline:
@@ -100,55 +112,56 @@ class AgentNodes:
     def addresses(self) -> dict[str, tuple[str, str]]:
         """What Slurm has told every agent about its place, where it has."""
         said = {node: one.hello for node, one in self._agent_pool.members.items()}
-        told = {node: hello["address"] for node, hello in said.items() if hello}
-        return {node: (address, pattern) for node, (address, pattern) in told.items() if address and pattern}
+        return {node: hello.address for node, hello in said.items() if hello and all(hello.address)}
 
     @property
     def inventories(self) -> dict[str, NodeInventory]:
         """What the agents have said with their first words."""
         said = (
-            (node, parse_node_inventory(one.hello.get("inside")))
+            (node, parse_node_inventory(one.hello.inventory))
             for node, one in self._agent_pool.members.items()
+            if one.hello is not None
         )
         return {node: found for node, found in said if found is not None}
 
-    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
+    def preflight(self, ask: PreflightRequest) -> dict[str, PreflightReport]:
         """Have every agent look at its node."""
         for agent in self._agent_pool.members.values():
-            agent.tell(do="preflight", **ask.of(agent.node).as_json())
-        return self._await("preflight", MAX_PREFLIGHT_S + _ANSWER_TIMEOUT_S, ask.attempt)
+            agent.send(ask.of(agent.node))
+        return self._await(PreflightReport, MAX_PREFLIGHT_S + _ANSWER_TIMEOUT_S, ask.attempt)
 
     def resolve_rendezvous(self, request: RendezvousRequest) -> dict[str, RendezvousPoint]:
         """Ask the agents of the nodes with ranks."""
         for node in request.nodes:
-            self._agent_pool.members[node].tell(do=RENDEZVOUS_KIND, **request.of(node).as_json())
-        answers = self._await(RENDEZVOUS_KIND, _ANSWER_TIMEOUT_S, request.attempt, request.nodes)
-        return {node: parse_rendezvous_point(one) for node, one in answers.items()}
+            self._agent_pool.members[node].send(request.of(node))
+        answers = self._await(RendezvousAnswer, _ANSWER_TIMEOUT_S, request.attempt, request.nodes)
+        return {node: answer.point for node, answer in answers.items()}
 
     def try_connections(self) -> tuple[str, tuple[str, ...]]:
         """Each listens, each tries the others, and only then they cease to listen."""
         nodes = self._placement.nodes
-        listening = self._trial("listen", {node: {} for node in nodes})
-        places = {node: one["place"] for node, one in listening.items() if one.get("place")}
-        orders = {node: {"places": choose_targets(places, node)} for node in places}
-        tried = self._trial("try", orders)
-        self._trial("end", {node: {} for node in places}, wait=False)
+        listening = self._run_connection_test("listen", nodes)
+        places = {node: report.place for node, report in listening.items() if report.place}
+        targets = {node: choose_targets(places, node) for node in places}
+        tried = self._run_connection_test("try", places, targets)
+        for node in places:
+            self._agent_pool.members[node].send(ConnectionTestStep(self._attempt, "end"))
         absent = [node for node in nodes if node not in tried]
-        words, blamed = describe_unreachable({node: one["failed"] for node, one in tried.items()}, [*tried])
+        words, blamed = describe_unreachable({node: one.failed for node, one in tried.items()}, [*tried])
         if absent:
             words = "; ".join(filter(None, (f"{', '.join(absent[:8])} took no part in a trial", words)))
         return words, blamed
 
-    def _trial(
-        self, step: str, orders: Mapping[str, dict[str, Any]], *, wait: bool = True
-    ) -> dict[str, dict[str, Any]]:
-        for node, more in orders.items():
-            self._agent_pool.members[node].tell(
-                do=CONNECTION_TEST_KIND, attempt=self._attempt, step=step, **more
-            )
-        if not wait:
-            return {}
-        return self._await(f"{CONNECTION_TEST_KIND} {step}", _ANSWER_TIMEOUT_S, nodes=[*orders])
+    def _run_connection_test(
+        self,
+        step: TestStep,
+        nodes: Collection[str],
+        targets: Mapping[str, dict[str, tuple[str, int]]] = MappingProxyType({}),
+    ) -> dict[str, ConnectionTestReport]:
+        for node in nodes:
+            order = ConnectionTestStep(self._attempt, step, targets.get(node, {}))
+            self._agent_pool.members[node].send(order)
+        return self._await(ConnectionTestReport, _ANSWER_TIMEOUT_S, nodes=[*nodes])
 
     def watch(self, attempt: Attempt, placement: Placement, hears: str) -> None:
         """Tell every agent which ranks to look out for."""
@@ -156,16 +169,16 @@ class AgentNodes:
         self._up, self._met, self._ended = set(), set(), set()
         for agent in self._agent_pool.members.values():
             ranks = placement.on(agent.node)
-            agent.tell(do="watch", attempt=attempt.number, ranks=ranks, hears=hears)
+            agent.send(wire.WatchRanks(attempt.number, tuple(ranks), hears))
         # The ranks are started only when everybody looks: what was there before can then be told from theirs.
-        self._await("watching", _ANSWER_TIMEOUT_S)
+        self._await(wire.WatchingRanks, _ANSWER_TIMEOUT_S)
 
     def launcher_started(self, launcher: ProcessId) -> None:
         """The agents do not need to know it."""
 
     def start(self, node: str, argv: Sequence[str], log: Path) -> None:
         """Start a process of the launcher's on a node."""
-        self._agent_pool.members[node].tell(do="start", attempt=self._attempt, argv=list(argv), log=str(log))
+        self._agent_pool.members[node].send(wire.StartProcess(self._attempt, tuple(argv), str(log)))
 
     def fileno(self) -> int:
         """Becomes readable when an agent has something to tell."""
@@ -193,12 +206,12 @@ class AgentNodes:
     def news(self, *, look: bool) -> Iterator[AttemptEvent]:
         """What the agents have seen of this attempt."""
         for agent, message in self._pump(0.0):
-            if message.pop("attempt", None) != self._attempt:
+            if not isinstance(message, wire.NodeReport) or message.attempt != self._attempt:
                 continue
-            happening = decode_node_event(message)
-            if happening is not None and happening.rank not in self._placement.on(agent.node):
+            happening = message.event
+            if happening.rank not in self._placement.on(agent.node):
                 self._agent_pool.refuse(agent, f"it tells of rank {happening.rank}, which is not there")
-            elif happening is not None:
+            else:
                 if isinstance(happening, RankEnded):
                     happening = happening.to_supervisor_clock(time.time())
                 self._note(happening)
@@ -223,7 +236,7 @@ class AgentNodes:
         """Send a signal to one rank or to all that are up."""
         for agent in self._agent_pool.members.values():
             if rank is None or self._placement.ranks[rank] == agent.node:
-                agent.tell(do="signal", attempt=self._attempt, number=number, rank=rank)
+                agent.send(wire.SignalRanks(self._attempt, number, rank))
 
     def rest(self, seconds: float) -> None:
         """Let time pass; what an agent says meanwhile is heard."""
@@ -234,43 +247,41 @@ class AgentNodes:
     def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
         """Have every agent see to its own ranks; those of one that does not answer are missing."""
         for agent in self._agent_pool.members.values():
-            agent.tell(do="dump", attempt=self._attempt, timeout_s=timeout_s)
-        answers = self._await("dumped", timeout_s + _DUMP_SLACK_S)
-        return {int(rank): seen for one in answers.values() for rank, seen in one["ranks"].items()}
+            agent.send(wire.DumpStacks(self._attempt, timeout_s))
+        answers = self._await(wire.StacksDumped, timeout_s + _DUMP_SLACK_S)
+        return {int(rank): seen for one in answers.values() for rank, seen in one.ranks.items()}
 
     def kill(self) -> None:
         """End the ranks at once."""
         for agent in self._agent_pool.members.values():
-            agent.tell(do="kill", attempt=self._attempt)
+            agent.send(wire.KillRanks(self._attempt))
 
     def clear(self, timeout_s: float, launcher: int) -> list[str]:
         """Have every agent end what is left; the launcher on this host is not theirs to end."""
         for agent in self._agent_pool.members.values():
-            spared = [launcher] if agent.node == os.uname().nodename else []
-            agent.tell(do="clear", attempt=self._attempt, spared=spared)
+            spared = (launcher,) if agent.node == os.uname().nodename else ()
+            agent.send(wire.ClearRanks(self._attempt, spared))
         try:
-            answers = self._await("cleared", timeout_s + _ANSWER_TIMEOUT_S)
+            answers = self._await(wire.RanksCleared, timeout_s + _ANSWER_TIMEOUT_S)
         except FencedError:
             # The others do what their new supervisor says, and the agent of this node has been told to.
             return []
-        return [
-            f"process {pid} on node {node}" for node, answer in answers.items() for pid in answer["stuck"]
-        ]
+        return [f"process {pid} on node {node}" for node, answer in answers.items() for pid in answer.stuck]
 
     def warm(self, spares: Sequence[str]) -> None:
         """Have these nodes load what ranks of ours load; nobody waits for it."""
         for node in spares:
-            self._agent_pool.members[node].tell(do="warm", attempt=self._attempt)
+            self._agent_pool.members[node].send(wire.WarmUp(self._attempt))
 
     def restart_lost_agents(self) -> None:
         """Try to have lost nodes back for an attempt to come; takes no time."""
         self._agent_pool.restart_lost_agents()
 
-    def send_to_worker(self, node: str, told: dict[str, Any]) -> None:
+    def send_to_worker(self, node: str, order: WorkerOrder) -> None:
         """Tell the checkpoint worker of a node something."""
-        self._agent_pool.members[node].tell(do=WORKER_MESSAGE_KIND, told=told)
+        self._agent_pool.members[node].send(wire.ForwardedOrder(order))
 
-    def worker_messages(self) -> list[tuple[str, dict[str, Any]]]:
+    def worker_messages(self) -> list[tuple[str, WorkerMessage]]:
         """What checkpoint workers have said since the last call."""
         said, self._worker_messages = self._worker_messages, []
         return said

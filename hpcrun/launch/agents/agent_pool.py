@@ -11,13 +11,12 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.files import open_for_append
+from hpcrun.launch.agents import messages as wire
 from hpcrun.launch.agents.connection import AgentIdentity, AgentListener, PendingAgent, ReliableSession
-from hpcrun.launch.agents.messages import check_agent_message
 from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.failover.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
 from hpcrun.messages.lines import describe_version_mismatch
@@ -50,13 +49,13 @@ class AgentHandle:
 
     def __init__(self, node: str, log: Path, clock: Callable[[], float]) -> None:
         self.node, self.log, self._clock = node, log, clock
-        self.session, self.id = ReliableSession(check_agent_message), ""
+        self.session, self.id = ReliableSession(wire.AGENT_MESSAGES), ""
         self._heard = clock()
         self._said_before = log.stat().st_size if log.exists() else 0
         self.is_lost = self.has_left = False
         self.refusal = ""
         """Why it is not let in: it is of another version."""
-        self.hello: dict[str, Any] = {}
+        self.hello: wire.AgentHello | None = None
         """What it has said about itself."""
         self.called: float | None = None
         self.losses = 0
@@ -67,15 +66,15 @@ class AgentHandle:
         self.children: list[subprocess.Popen[bytes]] = []
         """The steps that it may be in."""
 
-    def tell(self, **order: Any) -> None:
+    def send(self, order: wire.AgentOrder) -> None:
         """Give it an order, which it gets also when its connection breaks meanwhile."""
         if not self.is_lost:
-            self.session.say(**order)
+            self.session.send(order)
 
     @property
     def has_answered(self) -> bool:
         """Whether it has said who it is."""
-        return bool(self.hello)
+        return self.hello is not None
 
     @property
     def silent_s(self) -> float:
@@ -147,7 +146,7 @@ class AgentPool:
         self.members = {node: AgentHandle(node, self._logs / f"{node}.log", clock) for node in nodes}
         self._steps: list[subprocess.Popen[bytes]] = []
         self._again: Callable[[str], subprocess.Popen[bytes]] | None = None
-        self._deferred: list[tuple[AgentHandle, dict[str, Any]]] = []
+        self._deferred: list[tuple[AgentHandle, wire.AgentMessage]] = []
         self._is_closing = False
         self.lost: list[NodeLost] = []
         """The nodes that have ceased to answer, first one first."""
@@ -172,7 +171,7 @@ class AgentPool:
         if self._leadership.is_fenced:
             return
         for member in self.members.values():
-            member.session.beat(do="beat")
+            member.session.send_heartbeat()
 
     def fileno(self) -> int:
         """Becomes readable when an agent has something to tell."""
@@ -261,7 +260,7 @@ class AgentPool:
             for _ in self.pump(0.1):
                 pass
 
-    def pump(self, timeout_s: float) -> Iterator[tuple[AgentHandle, dict[str, Any]]]:
+    def pump(self, timeout_s: float) -> Iterator[tuple[AgentHandle, wire.AgentMessage]]:
         """What has come in, of agents that live; FencedError where another supervisor leads."""
         for pulse in self._heartbeats:
             pulse.beat()
@@ -273,18 +272,18 @@ class AgentPool:
                 continue
             agent: AgentHandle = key.data
             channel = agent.session.channel
-            messages = agent.session.hear()
-            if messages:
+            is_alive, messages = agent.session.receive()
+            if is_alive:
                 agent.heard()
             for message in messages:
-                if message.get("kind") == "hello":
+                if isinstance(message, wire.AgentHello):
                     agent.hello = message
-                    if message.get("called"):
+                    if message.is_restarted:
                         agent.called = None
                     agent.cancel_restart()
-                elif message.get("kind") == "left":
+                elif isinstance(message, wire.AgentLeft):
                     agent.has_left = True
-                elif "kind" in message and not agent.is_lost:
+                elif not agent.is_lost:
                     yield agent, message
             if channel is not None and channel.is_closed and agent.session.channel is channel:
                 self._break(agent, channel.why)
@@ -317,15 +316,15 @@ class AgentPool:
             guest.refuse()
             return
         if guest.identity.session != agent.id:
-            agent.tell(do="leave")
+            agent.send(wire.LeaveRun())
             agent.replaced.add(agent.id)
             if agent.id and not agent.is_lost:
                 self.lose(agent, "another agent has come in its place")
                 agent.losses -= 1
             agent.session, agent.id, agent.hello = (
-                ReliableSession(check_agent_message),
+                ReliableSession(wire.AGENT_MESSAGES),
                 guest.identity.session,
-                {},
+                None,
             )
         self._let_go(agent)
         channel = guest.admit(agent.session.seen)
@@ -335,9 +334,9 @@ class AgentPool:
         if agent.is_lost:
             agent.is_lost = False
             # Whatever it has of an attempt that went on without it.
-            agent.tell(do="clear", attempt=None, spared=[])
+            agent.send(wire.ClearRanks(None, ()))
             if self._is_closing:
-                agent.tell(do="leave")
+                agent.send(wire.LeaveRun())
 
     def _let_go(self, agent: AgentHandle) -> None:
         if agent.session.channel is not None:
@@ -376,7 +375,7 @@ class AgentPool:
                     # Before anybody else starts them, our own ranks are gone.
                     has_killed = True
                     for member in living:
-                        member.tell(do="kill", attempt=None)
+                        member.send(wire.KillRanks(None))
             self._leadership.verify()
         finally:
             self._leadership.is_paused = False
@@ -414,7 +413,7 @@ class AgentPool:
     def _dismiss_agents(self) -> None:
         self._is_closing = True
         for agent in self.members.values():
-            agent.tell(do="leave")
+            agent.send(wire.LeaveRun())
         deadline = time.monotonic() + _SHUTDOWN_S
         # A connection that breaks tells nothing: whoever made it again is yet to hear that it may go.
         while time.monotonic() < deadline and any(

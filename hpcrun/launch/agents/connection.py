@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hpcrun.messages.authentication import (
     HANDSHAKE_S,
@@ -25,6 +25,9 @@ from hpcrun.messages.authentication import (
 from hpcrun.messages.channel import Channel
 from hpcrun.messages.lines import VersionMismatchError
 from hpcrun.messages.listeners import AuthenticatingListener
+from hpcrun.typed_json import TaggedUnion, WrongValue
+
+T = TypeVar("T")
 
 _CONNECT_TIMEOUT_S = 1.5
 """A kernel answers at once, whatever its processes do; a lost packet is sent again after a second."""
@@ -35,17 +38,17 @@ class AgentConnectionError(Exception):
     """The other side cannot be reached, or is not who it should be."""
 
 
-class ReliableSession:
+class ReliableSession(Generic[T]):
     """What two sides have told each other, over as many connections as it takes."""
 
-    def __init__(self, problem_of: Callable[[dict[str, Any]], str] = lambda _: "") -> None:
-        """`tensor_problem`: what is wrong with a message of the other side; empty where nothing is."""
-        self._problem_of = problem_of
+    def __init__(self, kinds: TaggedUnion[T]) -> None:
+        """`kinds`: what the other side may say."""
+        self._kinds = kinds
         self.channel: Channel | None = None
         self.seen = 0
         """The number of the last message of the other side that came here."""
         self._number = 0
-        self._kept: deque[dict[str, Any]] = deque()
+        self._kept: deque[tuple[int, Any]] = deque()
         self._lock = threading.RLock()
 
     def attach(self, channel: Channel, seen: int) -> None:
@@ -54,8 +57,8 @@ class ReliableSession:
             self.detach()
             self.channel = channel
             self._forget(seen)
-            for message in self._kept:
-                channel.send(message)
+            for number, message in self._kept:
+                channel.send({"number": number, "message": message})
 
     def detach(self) -> None:
         """The connection is over."""
@@ -64,45 +67,46 @@ class ReliableSession:
                 self.channel.close()
             self.channel = None
 
-    def say(self, **message: Any) -> None:
+    def send(self, message: Any) -> None:
         """Send a message that must arrive."""
         with self._lock:
             self._number += 1
-            self._kept.append({**message, "n": self._number})
+            self._kept.append((self._number, message))
             if self.channel is not None:
-                self.channel.send(self._kept[-1])
+                self.channel.send({"number": self._number, "message": message})
 
-    def beat(self, **message: Any) -> None:
+    def send_heartbeat(self) -> None:
         """Send a sign of life, which nobody misses, and say what was seen."""
         with self._lock:
             if self.channel is not None:
-                self.channel.send({**message, "seen": self.seen})
+                self.channel.send({"heartbeat": self.seen})
 
-    def hear(self) -> list[dict[str, Any]]:
-        """What the other side has said and was not heard before; signs of life too."""
+    def receive(self) -> tuple[bool, list[T]]:
+        """Whether anything came, if only a heartbeat, and the messages that had not been received before."""
         if self.channel is None:
-            return []
-        heard = []
-        for message in self.channel.receive():
-            number, seen = message.pop("n", 0), message.pop("seen", 0)
+            return False, []
+        is_alive, messages = False, list[T]()
+        for envelope in self.channel.receive():
+            seen, number = envelope.get("heartbeat", 0), envelope.get("number", 0)
             if not (is_counting_number(number) and is_counting_number(seen)):
                 self.channel.fail("what came has no number that can be")
                 break
+            is_alive = True
             self._forget(seen)
-            if number:
-                if number <= self.seen:
-                    continue
-                self.seen = number
-            if problem := self._problem_of(message):
+            if "heartbeat" in envelope or number <= self.seen:
+                continue
+            self.seen = number
+            try:
+                messages.append(self._kinds.parse(envelope.get("message")))
+            except WrongValue as error:
                 # It counts as seen: it would be no better over the next connection.
-                self.channel.fail(problem)
+                self.channel.fail(str(error))
                 break
-            heard.append(message)
-        return heard
+        return is_alive, messages
 
     def _forget(self, seen: int) -> None:
         with self._lock:
-            while self._kept and self._kept[0]["n"] <= seen:
+            while self._kept and self._kept[0][0] <= seen:
                 self._kept.popleft()
 
 

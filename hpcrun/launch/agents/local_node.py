@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from hpcrun import process
+from hpcrun.checkpoint.worker_messages import WorkerMessage, WorkerOrder
 from hpcrun.fabric.inventory import NodeInventory, try_read_node_inventory
-from hpcrun.health.preflight import PreflightRequest, answer_preflight
+from hpcrun.health.preflight import PreflightReport, PreflightRequest, answer_preflight
 from hpcrun.launch.agents.local_ranks import NodeRanks
 from hpcrun.launch.agents.local_workers import LocalWorkers
 from hpcrun.launch.attempt_events import (
@@ -21,7 +21,6 @@ from hpcrun.launch.rendezvous import (
     NodeRendezvous,
     RendezvousPoint,
     RendezvousRequest,
-    parse_rendezvous_point,
 )
 from hpcrun.process import ProcessId
 from hpcrun.specs.placement import Placement
@@ -62,16 +61,15 @@ class LocalNode:
         assert self._ranks is not None
         return self._ranks
 
-    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
+    def preflight(self, ask: PreflightRequest) -> dict[str, PreflightReport]:
         """Look at this host."""
         node = os.uname().nodename
-        return {node: answer_preflight(self._run, ask.of(node).as_json())}
+        return {node: answer_preflight(self._run, ask.of(node))}
 
     def resolve_rendezvous(self, request: RendezvousRequest) -> dict[str, RendezvousPoint]:
         """All ranks stand here, so loopback it is."""
         here = replace(request, nodes=request.nodes[:1])
-        point = parse_rendezvous_point(self._meeting.answer(here.as_json()))
-        return dict.fromkeys(request.nodes, point)
+        return dict.fromkeys(request.nodes, self._meeting.answer(here))
 
     def try_connections(self) -> tuple[str, tuple[str, ...]]:
         """There is nothing between ranks of one host."""
@@ -144,13 +142,13 @@ class LocalNode:
     def restart_lost_agents(self) -> None:
         """Who loses this host does not ask."""
 
-    def send_to_worker(self, node: str, told: dict[str, Any]) -> None:
+    def send_to_worker(self, node: str, order: WorkerOrder) -> None:
         """Tell the checkpoint worker of a node something."""
-        self._hosts.tell(node, told)
+        self._hosts.send(node, order)
 
-    def worker_messages(self) -> list[tuple[str, dict[str, Any]]]:
+    def worker_messages(self) -> list[tuple[str, WorkerMessage]]:
         """What it has said."""
-        return self._hosts.hear()
+        return self._hosts.receive()
 
     def verify(self) -> None:
         """A run on one host dies with it: nobody takes it over."""

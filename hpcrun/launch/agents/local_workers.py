@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import select
 import time
-from typing import Any
 
+from hpcrun.checkpoint.worker_messages import WorkerLog, WorkerMessage, WorkerOrder
 from hpcrun.launch.agents.memory_cleanup import clean_up_memory
 from hpcrun.launch.agents.worker_process import WorkerProcess
 from hpcrun.specs.rundir import RunDir
@@ -18,32 +18,32 @@ class LocalWorkers:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._hosts: dict[str, WorkerProcess] = {}
-        self._said: list[tuple[str, dict[str, Any]]] = []
+        self._said: list[tuple[str, WorkerMessage]] = []
 
     @property
     def pids(self) -> list[int]:
         """The workers' processes."""
         return [pid for host in self._hosts.values() for pid in host.pids]
 
-    def tell(self, node: str, told: dict[str, Any]) -> None:
+    def send(self, node: str, order: WorkerOrder) -> None:
         """Tell a node's worker something."""
         if node not in self._hosts:
             self._hosts[node] = self._open(node)
-        self._hosts[node].obey(told)
+        self._hosts[node].obey(order)
 
     def _open(self, node: str) -> WorkerProcess:
         from hpcrun.process import environment_with_package
 
         if not self._hosts:
             for text in clean_up_memory(self._run):
-                self._said.append((node, {"kind": "log", "text": text}))
+                self._said.append((node, WorkerLog(text)))
 
-        def say(message: dict[str, Any]) -> None:
-            self._said.append((node, message["told"]))
+        def say(message: WorkerMessage) -> None:
+            self._said.append((node, message))
 
         return WorkerProcess(self._run, node, say, environment_with_package(os.environ), address="127.0.0.1")
 
-    def hear(self) -> list[tuple[str, dict[str, Any]]]:
+    def receive(self) -> list[tuple[str, WorkerMessage]]:
         """What they have said since the last call."""
         for host in self._hosts.values():
             host.look()

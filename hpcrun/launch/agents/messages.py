@@ -1,177 +1,182 @@
-"""What a supervisor and its agents may say to each other, as data: anything else ends that connection.
+"""What a supervisor and its agents say to each other, one class a kind; anything else ends that connection.
 
-Both have proved that they are of the run. A message that makes no sense all the same, of a version that is
-not ours or of memory gone bad, must not take down more than the connection that it came over.
+Both have proved that they are of the run. A message that makes no sense all the same, for example of memory
+gone bad, must not take down more than the connection that it came over.
 """
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
 from typing import Any
 
-MessageShape = Any
-"""A type; None; a tuple of shapes, one of which fits; a list or a dict whose values all have one shape."""
-
-_TEXTS: MessageShape = [str]
-_MAYBE_COUNT: MessageShape = (int, None)
-_NUMBER: MessageShape = (int, float)
-
-_STAMP = {"generation": str, "step": int, "position": int, "world_size": int, "attempt": int}
-WORKER_MESSAGE_FIELDS: dict[str, MessageShape] = {
-    **_STAMP,
-    "kind": str,
-    "id": int,
-    "stamp": dict,
-    "level": str,
-    "why": (str, None),
-    "problem": (str, None),
-    "text": str,
-    "address": (str, None),
-    "port": (int, None),
-    "size_bytes": int,
-    "seconds": _NUMBER,
-    "holdings": [dict],
-    "more": bool,
-    "nodes": _TEXTS,
-    "no_room": _TEXTS,
-    "problems": {str: str},
-    "status": _MAYBE_COUNT,
-}
-"""What the checkpoint worker of a node tells, whatever it tells of; there may be more."""
-
-_ATTEMPT = {"attempt": int}
-AGENT_MESSAGES: dict[str, dict[str, MessageShape]] = {
-    "beat": {},
-    "hello": {"node": str, "pid": int, "address": _TEXTS, "called": bool, "inside": (dict, None)},
-    "left": {},
-    "watching": _ATTEMPT,
-    "preflight": {**_ATTEMPT, "time": _NUMBER, "seconds": _NUMBER, "checks": [dict]},
-    "dumped": {**_ATTEMPT, "ranks": {str: {str: str}}},
-    "meeting": {
-        **_ATTEMPT,
-        "address": str,
-        "interface": str,
-        "port": int,
-        "notes": _TEXTS,
-        "warning": str,
-        "problem": str,
-    },
-    "trial listen": {**_ATTEMPT, "place": ([(str, int)], None)},
-    "trial try": {**_ATTEMPT, "failed": {str: str}},
-    "trial end": {**_ATTEMPT, "failed": {str: str}},
-    "cleared": {"attempt": _MAYBE_COUNT, "stuck": [int]},
-    "drain": {"node": str, "told": dict},
-    "up": {**_ATTEMPT, "rank": int, "node": str, "pid": int},
-    "met": {**_ATTEMPT, "rank": int},
-    "ended": {
-        "attempt": _MAYBE_COUNT,
-        "rank": int,
-        "node": str,
-        "pid": _MAYBE_COUNT,
-        "wait_status": _MAYBE_COUNT,
-        "time": _NUMBER,
-        "ahead_s": _NUMBER,
-    },
-    "stopped": {**_ATTEMPT, "rank": int, "node": str, "is_stopped": bool},
-    "progress": {
-        **_ATTEMPT,
-        "rank": int,
-        "node": str,
-        "section": str,
-        "step": _MAYBE_COUNT,
-        "longest_s": {str: _NUMBER},
-        "probes_s": [_NUMBER],
-    },
-}
-"""What an agent says, by its kind."""
-
-_ANY_ATTEMPT = {"attempt": _MAYBE_COUNT}
-AGENT_ORDERS: dict[str, dict[str, MessageShape]] = {
-    "beat": {},
-    "leave": {},
-    "warm": _ATTEMPT,
-    "preflight": {
-        **_ATTEMPT,
-        "checks": _TEXTS,
-        "scratch": _TEXTS,
-        "interface": (str, None),
-        "hcas": _TEXTS,
-        "hcas_of": {str: _TEXTS},
-        "gpus": int,
-        "xids": {str: str},
-        "programs": _TEXTS,
-        "program_s": _NUMBER,
-    },
-    "meeting": {
-        **_ATTEMPT,
-        "nodes": _TEXTS,
-        "interface": (str, None),
-        "suffix": str,
-        "seed": int,
-        "wants_port": bool,
-    },
-    "trial": {**_ATTEMPT, "step": str},
-    "watch": {**_ATTEMPT, "ranks": [int], "hears": str},
-    "start": {**_ANY_ATTEMPT, "argv": _TEXTS, "log": str},
-    "signal": {**_ANY_ATTEMPT, "number": int, "rank": _MAYBE_COUNT},
-    "dump": {**_ANY_ATTEMPT, "timeout_s": _NUMBER},
-    "kill": _ANY_ATTEMPT,
-    "clear": {**_ANY_ATTEMPT, "spared": [int]},
-    "drain": {"told": dict},
-}
-"""What a supervisor orders, by its verb."""
+from hpcrun.checkpoint.worker_messages import WorkerMessage, WorkerOrder
+from hpcrun.health.preflight import PreflightReport, PreflightRequest
+from hpcrun.launch.attempt_events import NodeEvent
+from hpcrun.launch.rendezvous import (
+    ConnectionTestReport,
+    ConnectionTestStep,
+    RendezvousAnswer,
+    RendezvousRequest,
+)
+from hpcrun.typed_json import Tagged, TaggedUnion
 
 
-def check_agent_message(message: dict[str, Any]) -> str:
-    """What is wrong with what an agent has said; empty where nothing is."""
-    problem = _check_message(message, "kind", AGENT_MESSAGES)
-    if problem or message["kind"] != "drain":
-        return problem
-    told: dict[str, Any] = message["told"]
-    wrong = [
-        name
-        for name, value in told.items()
-        if name in WORKER_MESSAGE_FIELDS and not _has_shape(value, WORKER_MESSAGE_FIELDS[name])
-    ]
-    stamp = told.get("stamp", {})
-    if type(stamp) is dict:
-        wrong += [
-            name for name, value in stamp.items() if name in _STAMP and not _has_shape(value, _STAMP[name])
-        ]
-    return f"its checkpoint worker's {told.get('kind')} has a wrong {wrong[0]}" if wrong else ""
+@dataclass(frozen=True)
+class AgentHello(Tagged):
+    """The first message to a supervisor that the agent had not met."""
+
+    node: str
+    pid: int
+    address: tuple[str, str]
+    """SLURM_TOPOLOGY_ADDR and its pattern; empty where Slurm gives none."""
+    is_restarted: bool
+    """It was started in place of one that was lost."""
+    inventory: dict[str, Any] | None
+    """What is inside the node, see parse_node_inventory."""
 
 
-def check_agent_order(message: dict[str, Any]) -> str:
-    """What is wrong with an order; empty where nothing is."""
-    return _check_message(message, "do", AGENT_ORDERS)
+@dataclass(frozen=True)
+class AgentLeft(Tagged):
+    """The agent has cleared up, and ends."""
 
 
-def _check_message(message: dict[str, Any], by: str, known: dict[str, dict[str, MessageShape]]) -> str:
-    kind = message.get(by)
-    shape = known.get(kind) if type(kind) is str else None
-    if shape is None:
-        return f"what came is none of {', '.join(known)}"
-    values = {name: value for name, value in message.items() if name != by}
-    if kind == "trial":
-        # Only one of its steps has them.
-        shape = {**shape, **({"places": {str: [(str, int)]}} if values.get("step") == "try" else {})}
-    if values.keys() != shape.keys():
-        return f"{kind} has {', '.join(values) or 'nothing'} where {', '.join(shape) or 'nothing'} belongs"
-    wrong = [name for name, value in values.items() if not _has_shape(value, shape[name])]
-    return f"{kind} has a wrong {wrong[0]}" if wrong else ""
+@dataclass(frozen=True)
+class WatchingRanks(Tagged):
+    """The agent looks out for the ranks of an attempt: they may be started."""
+
+    attempt: int
 
 
-def _has_shape(value: Any, shape: MessageShape) -> bool:
-    if shape is None:
-        return value is None
-    if isinstance(shape, tuple):
-        return any(_has_shape(value, one) for one in shape)
-    if isinstance(shape, list):
-        return type(value) is list and all(_has_shape(one, shape[0]) for one in value)
-    if isinstance(shape, dict):
-        ((_, inner),) = shape.items()
-        return type(value) is dict and all(_has_shape(one, inner) for one in value.values())
-    # Not isinstance: true is no number here, nor is what no C integer holds, nor infinity.
-    if type(value) is not shape:
-        return False
-    return -(1 << 63) <= value < 1 << 63 if shape is int else shape is not float or math.isfinite(value)
+@dataclass(frozen=True)
+class StacksDumped(Tagged):
+    """What was seen of each rank from outside; their stacks are in their files."""
+
+    attempt: int | None
+    ranks: dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class RanksCleared(Tagged):
+    """Nothing of the attempt is left but these processes, which could not be ended."""
+
+    attempt: int | None
+    stuck: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ForwardedMessage(Tagged):
+    """What the checkpoint worker of the node tells."""
+
+    message: WorkerMessage
+
+
+@dataclass(frozen=True)
+class NodeReport(Tagged):
+    """What has happened to a rank of an attempt."""
+
+    attempt: int | None
+    event: NodeEvent
+
+
+AgentMessage = (
+    AgentHello
+    | AgentLeft
+    | WatchingRanks
+    | PreflightReport
+    | StacksDumped
+    | RendezvousAnswer
+    | ConnectionTestReport
+    | RanksCleared
+    | ForwardedMessage
+    | NodeReport
+)
+AGENT_MESSAGES = TaggedUnion[AgentMessage](AgentMessage)
+
+
+@dataclass(frozen=True)
+class LeaveRun(Tagged):
+    """Clear up, and end."""
+
+
+@dataclass(frozen=True)
+class WarmUp(Tagged):
+    """Load once what ranks load."""
+
+    attempt: int
+
+
+@dataclass(frozen=True)
+class WatchRanks(Tagged):
+    """Look out for these ranks of an attempt, which are about to be started."""
+
+    attempt: int
+    ranks: tuple[int, ...]
+    progress_socket: str
+    """Its name, through which they will report their progress."""
+
+
+@dataclass(frozen=True)
+class AttemptOrder(Tagged):
+    """An order about an attempt: what comes too late for it is ignored; None: whichever there is."""
+
+    attempt: int | None
+
+
+@dataclass(frozen=True)
+class StartProcess(AttemptOrder):
+    """Start a process of the launcher's, whose descendants the ranks are."""
+
+    argv: tuple[str, ...]
+    log: str
+
+
+@dataclass(frozen=True)
+class SignalRanks(AttemptOrder):
+    """Send a signal to one rank, or to all that are up."""
+
+    number: int
+    rank: int | None
+
+
+@dataclass(frozen=True)
+class DumpStacks(AttemptOrder):
+    """Have every rank write its stacks."""
+
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class KillRanks(AttemptOrder):
+    """End the ranks at once."""
+
+
+@dataclass(frozen=True)
+class ClearRanks(Tagged):
+    """End all that is left of an attempt, the spared processes apart."""
+
+    attempt: int | None
+    spared: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ForwardedOrder(Tagged):
+    """An order to the checkpoint worker of the node; the first one starts it."""
+
+    order: WorkerOrder
+
+
+AgentOrder = (
+    LeaveRun
+    | WarmUp
+    | PreflightRequest
+    | RendezvousRequest
+    | ConnectionTestStep
+    | WatchRanks
+    | StartProcess
+    | SignalRanks
+    | DumpStacks
+    | KillRanks
+    | ClearRanks
+    | ForwardedOrder
+)
+AGENT_ORDERS = TaggedUnion[AgentOrder](AgentOrder)

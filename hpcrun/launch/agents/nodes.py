@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from hpcrun.checkpoint.worker_messages import WorkerMessage, WorkerOrder
 from hpcrun.fabric.inventory import NodeInventory
-from hpcrun.health.preflight import PreflightRequest
+from hpcrun.health.preflight import PreflightReport, PreflightRequest
 from hpcrun.launch.attempt_events import (
     AttemptEvent,
     NodeLost,
@@ -40,7 +41,7 @@ class Nodes(Protocol):
     def inventories(self) -> dict[str, NodeInventory]:
         """What the nodes that have said so have inside."""
 
-    def preflight(self, ask: PreflightRequest) -> dict[str, dict[str, Any]]:
+    def preflight(self, ask: PreflightRequest) -> dict[str, PreflightReport]:
         """Have every node look at itself; the answers of those that give one in time."""
 
     def resolve_rendezvous(self, request: RendezvousRequest) -> dict[str, RendezvousPoint]:
@@ -100,10 +101,10 @@ class Nodes(Protocol):
     def restart_lost_agents(self) -> None:
         """Try to have lost nodes back for an attempt to come; takes no time."""
 
-    def send_to_worker(self, node: str, told: dict[str, Any]) -> None:
+    def send_to_worker(self, node: str, order: WorkerOrder) -> None:
         """Tell the checkpoint worker of a node something; the first word starts it."""
 
-    def worker_messages(self) -> list[tuple[str, dict[str, Any]]]:
+    def worker_messages(self) -> list[tuple[str, WorkerMessage]]:
         """What checkpoint workers have said since the last call, each with its node."""
 
     def verify(self) -> None:

@@ -7,7 +7,6 @@ import math
 import secrets
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from hpcrun.errors import HpcrunError
 from hpcrun.launch.agents.connection import (
@@ -17,7 +16,7 @@ from hpcrun.launch.agents.connection import (
     connect_to_supervisor,
     is_host_reachable,
 )
-from hpcrun.launch.agents.messages import check_agent_order
+from hpcrun.launch.agents.messages import AGENT_ORDERS, AgentOrder
 from hpcrun.launch.failover.heartbeat import CLOCK_TICK_S, AwakeClock, Heartbeat
 from hpcrun.launch.failover.lease_monitor import LeaseMonitor
 from hpcrun.messages.channel import Channel
@@ -43,7 +42,7 @@ class SupervisorClient:
         self._run, self._node, self._may_claim = run, node, may_claim
         clock = AwakeClock()
         self.lease_monitor = LeaseMonitor(position, clock)
-        self.session, self._id = ReliableSession(check_agent_order), ""
+        self.session, self._id = ReliableSession(AGENT_ORDERS), ""
         self.epoch = 0
         """The newest supervisor's that was met."""
         self.won_epoch: int | None = None
@@ -51,7 +50,7 @@ class SupervisorClient:
         self._refusal = ""
         """Why the supervisor does not let us in: it is of another version."""
         self._lock = threading.Lock()
-        self._arrived: tuple[LeaderRecord, Channel, int, ReliableSession, str] | None = None
+        self._arrived: tuple[LeaderRecord, Channel, int, ReliableSession[AgentOrder], str] | None = None
         seekers = (self._find_leader, self._check_lease, self._probe_host)
         self._heartbeats = [
             Heartbeat(AGENT_HEARTBEAT_S, self._beat),
@@ -59,12 +58,12 @@ class SupervisorClient:
         ]
         self._heartbeats.append(Heartbeat(CLOCK_TICK_S, clock.tick, math.inf))
 
-    def hear(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[AgentOrder]:
         """The orders that have come."""
         for pulse in self._heartbeats:
             pulse.beat()
-        messages = self.session.hear()
-        if messages:
+        is_alive, orders = self.session.receive()
+        if is_alive:
             self.lease_monitor.heard()
         channel = self.session.channel
         # A connection that brings nothing may be dead without knowing it.
@@ -72,7 +71,7 @@ class SupervisorClient:
             if channel.why:
                 log_line(f"the connection to the supervisor is ended and made anew: {channel.why}")
             self.session.detach()
-        return messages
+        return orders
 
     def take_new_connection(self) -> tuple[Channel, bool] | None:
         """A new connection, and whether a supervisor that we had not met stands behind it."""
@@ -89,7 +88,7 @@ class SupervisorClient:
         return channel, is_new
 
     def _beat(self) -> None:
-        self.session.beat(kind="beat")
+        self.session.send_heartbeat()
 
     def _find_leader(self) -> None:
         if self._arrived is not None or not (self.session.channel is None or self.lease_monitor.is_quiet):
@@ -102,7 +101,7 @@ class SupervisorClient:
                 return
             session, number = self.session, self._id
             if leader.epoch > self.epoch:
-                session, number = ReliableSession(check_agent_order), secrets.token_hex(8)
+                session, number = ReliableSession(AGENT_ORDERS), secrets.token_hex(8)
             badge = AgentIdentity(self._run.id, leader.epoch, self._node, number, session.seen)
             try:
                 channel, seen = connect_to_supervisor((leader.address, leader.port), leader.secret, badge)

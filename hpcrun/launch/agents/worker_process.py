@@ -7,27 +7,27 @@ attempts, as the memory that it looks after does; both end with their host.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import selectors
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hpcrun import process
 from hpcrun.address import LOOPBACK, reachable_address
+from hpcrun.checkpoint import worker_messages as wire
 from hpcrun.checkpoint.flush.arena import SHM, locate_arena, remove_arena_folder
 from hpcrun.errors import SiteError
 from hpcrun.files import open_for_append
 from hpcrun.launcher_world import without_rank_variables
+from hpcrun.messages.lines import MessageStream, VersionMismatchError
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, RUN_ID_VARIABLE
 from hpcrun.specs.rundir import RunDir
+from hpcrun.typed_json import WrongValue, render_typed
 
-WORKER_MESSAGE_KIND = "drain"
-"""What messages about checkpoint workers are called between agent and supervisor."""
 WORKER_COMMAND = (sys.executable, "-P", "-m", "hpcrun", "_checkpoint_worker")
 _MAX_BYTES = 256 << 10
 """Longer inventories are told in pieces: a line between agent and supervisor has its limit."""
@@ -49,7 +49,7 @@ class WorkerProcess:
         self,
         run: RunDir,
         node: str,
-        say: Callable[[dict[str, Any]], None],
+        say: Callable[[wire.WorkerMessage], None],
         environ: Mapping[str, str],
         command: Sequence[str] = (),
         address: str | None = None,
@@ -66,8 +66,8 @@ class WorkerProcess:
             self._environ.pop(name, None)
         self._child: subprocess.Popen[bytes] | None = None
         self._selector = selectors.EpollSelector()
-        self._read, self._unsent = b"", b""
-        self._configured: dict[str, Any] | None = None
+        self._stream: MessageStream[wire.WorkerMessage] | None = None
+        self._configured: wire.ConfigureWorker | None = None
         self._began, self._deaths, self._again_at = 0.0, 0, 0.0
         self._looked, self._quiet_s, self._patience_s, self._is_pinged = 0.0, 0.0, _HANG_TIMEOUT_S, False
 
@@ -80,36 +80,35 @@ class WorkerProcess:
         """The worker's process, where there is one: whoever clears up after ranks spares it."""
         return [] if self._child is None else [self._child.pid]
 
-    def obey(self, told: dict[str, Any]) -> None:
+    def obey(self, order: wire.WorkerOrder) -> None:
         """Pass an order on; the first one starts the worker."""
         if self._child is None and not self._again_at:
             self._start()
-        if told.get("do") == "configure":
-            told = told | {"address": self._address or self._address_for(told)}
-            self._configured = told
-            if self._child is None:
-                return  # it is told when it is there again
-        self._send(told)
+        if isinstance(order, wire.ConfigureWorker):
+            order = replace(order, address=self._address or self._find_address(order))
+            self._configured = order
+        if self._stream is not None:  # else it is told when it is there again
+            self._stream.send(order)
 
     def look(self) -> None:
         """Hear what the worker has said; one that has died is started again, after a while."""
-        self._flush()
         for message in self._messages():
             self._quiet_s, self._is_pinged = 0.0, False
-            self._patience_s = _RESERVE_TIMEOUT_S if message.get("kind") == "reserving" else _HANG_TIMEOUT_S
-            if message.get("kind") not in ("pong", "reserving"):
+            is_reserving = isinstance(message, wire.ReservingMemory)
+            self._patience_s = _RESERVE_TIMEOUT_S if is_reserving else _HANG_TIMEOUT_S
+            if not is_reserving and not isinstance(message, wire.WorkerPong):
                 self._tell(message)
         self._watch()
         if self._child is not None and self._child.poll() is not None:
             self._handle_worker_exit(self._child)
         if self._child is None and self._again_at and time.monotonic() >= self._again_at:
             self._start()
-            if self._configured is not None:
-                self._send(self._configured)
+            if self._configured is not None and self._stream is not None:
+                self._stream.send(self._configured)
 
     def close(self) -> None:
         """End the worker, and give its memory back."""
-        child, self._child, self._again_at = self._child, None, 0.0
+        child, self._child, self._stream, self._again_at = self._child, None, None, 0.0
         if child is not None:
             # At the end of its input it begins nothing new.
             assert child.stdin is not None
@@ -141,11 +140,15 @@ class WorkerProcess:
         process.protect_from_reaper(child)
         assert child.stdin is not None
         assert child.stdout is not None
-        for stream in (child.stdin, child.stdout):
-            os.set_blocking(stream.fileno(), False)
         self._selector.register(child.stdout, selectors.EVENT_READ)
         self._child, self._began, self._again_at = child, time.monotonic(), 0.0
-        self._read = self._unsent = b""
+        self._stream = MessageStream(
+            child.stdout.fileno(),
+            child.stdin.fileno(),
+            wire.WORKER_MESSAGES,
+            ours=f"its host on {self._node}",
+            theirs="the checkpoint worker",
+        )
         self._looked, self._quiet_s, self._patience_s, self._is_pinged = (
             self._began,
             0.0,
@@ -158,17 +161,15 @@ class WorkerProcess:
         now = time.monotonic()
         self._quiet_s += min(now - self._looked, _MAX_COUNTED_GAP_S)
         self._looked = now
-        if self._child is None or self._configured is None:
+        if self._child is None or self._stream is None or self._configured is None:
             return
         if self._quiet_s > self._patience_s:
-            self._tell(
-                {"kind": "log", "text": f"its checkpoint worker hangs and is ended (pid {self._child.pid})"}
-            )
+            self._tell(wire.WorkerLog(f"its checkpoint worker hangs and is ended (pid {self._child.pid})"))
             self._child.kill()
             self._quiet_s = 0.0
         elif self._quiet_s > _PING_S and not self._is_pinged:
             self._is_pinged = True
-            self._send({"do": "ping"})
+            self._stream.send(wire.PingWorker())
 
     def _handle_worker_exit(self, child: subprocess.Popen[bytes]) -> None:
         """Whatever it was storing is lost to the levels below; what is in memory is not."""
@@ -178,12 +179,12 @@ class WorkerProcess:
         child.stdout.close()
         with contextlib.suppress(OSError):
             child.stdin.close()
-        self._child = None
+        self._child = self._stream = None
         now = time.monotonic()
         self._deaths = 1 if now - self._began > _STABLE_S else self._deaths + 1
         pause = min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 4.0 ** (self._deaths - 1))
         self._again_at = now + pause
-        self._tell({"kind": "died", "status": child.returncode, "again_s": pause, "why": self._last_words()})
+        self._tell(wire.WorkerDied(child.returncode, pause, self._last_words()))
 
     def _last_words(self) -> str:
         with contextlib.suppress(OSError):
@@ -192,59 +193,42 @@ class WorkerProcess:
             return lines[-1][:300] if lines else ""
         return ""
 
-    def _send(self, told: dict[str, Any]) -> None:
-        self._unsent += (json.dumps(told, separators=(",", ":")) + "\n").encode()
-        self._flush()
+    def _messages(self) -> list[wire.WorkerMessage]:
+        if self._child is None or self._stream is None:
+            return []
+        self._stream.flush()
+        try:
+            messages = self._stream.receive()
+        except VersionMismatchError as error:
+            self._child.kill()
+            return [wire.WorkerError(str(error))]
+        return [wire.WorkerLog(str(one)) if isinstance(one, WrongValue) else one for one in messages]
 
-    def _flush(self) -> None:
-        if self._child is None or not self._unsent:
-            return
-        assert self._child.stdin is not None
-        with contextlib.suppress(OSError):  # full, or gone: the next look tells which
-            self._unsent = self._unsent[os.write(self._child.stdin.fileno(), self._unsent) :]
-
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        if self._child is None:
-            return
-        assert self._child.stdout is not None
-        with contextlib.suppress(OSError):
-            while data := os.read(self._child.stdout.fileno(), 1 << 16):
-                self._read += data
-        *lines, self._read = self._read.split(b"\n")
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if isinstance(message, dict):
-                    yield message
-
-    def _address_for(self, told: dict[str, Any]) -> str:
+    def _find_address(self, order: wire.ConfigureWorker) -> str:
         """Where other nodes reach this one; where there are none, nobody has to."""
-        others = told.get("nodes") or []
-        if len(others) < 2:
+        if len(order.nodes) < 2:
             return LOOPBACK
         try:
-            return reachable_address(told.get("interface"), others, told.get("suffix") or "").text
+            return reachable_address(order.interface, order.nodes, order.suffix).text
         except SiteError as error:
-            self._tell({"kind": "log", "text": f"its checkpoint worker talks to no other nodes: {error}"})
+            self._tell(wire.WorkerLog(f"its checkpoint worker talks to no other nodes: {error}"))
             return ""
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        for piece in split_message(message):
-            self._say({"kind": WORKER_MESSAGE_KIND, "node": self._node, "told": piece})
+    def _tell(self, message: wire.WorkerMessage) -> None:
+        for piece in split_inventory(message) if isinstance(message, wire.WorkerInventory) else (message,):
+            self._say(piece)
 
 
-def split_message(message: dict[str, Any], most_bytes: int = _MAX_BYTES) -> Iterator[dict[str, Any]]:
-    """A message in pieces that are not too long: all but the last say that there is more."""
-    holdings = message.get("holdings")
-    if not isinstance(holdings, list):
-        yield message
-        return
+def split_inventory(
+    message: wire.WorkerInventory, most_bytes: int = _MAX_BYTES
+) -> Iterator[wire.WorkerInventory]:
+    """An inventory in pieces that are not too long: all but the last say that there is more."""
     piece, size = list[Any](), 0
-    for one in holdings:
-        length = len(json.dumps(one))
+    for holding in message.holdings:
+        length = len(render_typed(holding))
         if piece and size + length > most_bytes:
-            yield message | {"holdings": piece, "more": True}
+            yield replace(message, holdings=tuple(piece), has_more=True)
             piece, size = [], 0
-        piece.append(one)
+        piece.append(holding)
         size += length
-    yield message | {"holdings": piece, "more": False}
+    yield replace(message, holdings=tuple(piece))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
+from hpcrun.checkpoint import worker_messages as wire
 from hpcrun.checkpoint.commit import find_save_problem
 from hpcrun.checkpoint.flush.arena import SHM, SOCKET_NAME, default_arena_folder
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.checkpoint.levels import GenerationId, InventoryEntry
+from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, StoreResult
 from hpcrun.checkpoint.parity.sets import ErasureSets, FailureDomains, choose_erasure_sets
 from hpcrun.checkpoint.restore.decide import decide_restore, describe_plan_levels, node_failure_key
 from hpcrun.checkpoint.restore.intact_parts import find_intact_parts
@@ -24,7 +24,7 @@ from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing.durability_watchdog import DurabilityWatchdog
-from hpcrun.launch.checkpointing.level_tracker import LevelTracker
+from hpcrun.launch.checkpointing.level_tracker import LevelTracker, TierEvent
 from hpcrun.launch.checkpointing.object_restore import ObjectStoreSource
 from hpcrun.launch.checkpointing.pumping import run_while_pumping
 from hpcrun.launch.checkpointing.spare_replicas import SpareReplicaScheduler, count_spare_replicas
@@ -156,20 +156,20 @@ class CheckpointCoordinator:
             for line in self._statement.splitlines():
                 self._note(line)
             self._tell(attempt, ErasureSetsEvent(tuple(map(tuple, sets.sets)), sets.statement))
-        common = {
-            "run": str(self._run.path),
-            "interface": self._network.interface,
-            "suffix": self._network.fabric_suffix,
-            "nodes": there,
-            "spec": self._spec.checkpoint.model_dump(mode="json"),
-            "attempt": attempt.number,
-            "secret": self._secret,
-        }
+        common = wire.ConfigureWorker(
+            str(self._run.path),
+            "",
+            attempt.number,
+            self._spec.checkpoint.model_dump(mode="json"),
+            interface=self._network.interface,
+            suffix=self._network.fabric_suffix,
+            nodes=tuple(there),
+            secret=self._secret,
+        )
         orders = {}
         for node in there:
-            own = sets.of(node)
-            members, parity = (list(own[0]), own[1]) if own else (None, 0)
-            orders[node] = common | {"set": members, "parity": parity}
+            members, parity = sets.of(node) or (None, 0)
+            orders[node] = replace(common, node=node, set=members and tuple(members), parity=parity)
         silent = self._workers.open(orders)
         if silent:
             self._note(f"no checkpoint worker has come up on {', '.join(silent)}: what they hold is not used")
@@ -285,7 +285,7 @@ class CheckpointCoordinator:
         self._workers.look()
         news, self._workers.news = self._workers.news, []
         for node, message in news:
-            self._hear(node, message)
+            self._handle(node, message)
         told = self._durability_watchdog.look()
         if told is None or self._attempt is None:
             return None
@@ -293,34 +293,31 @@ class CheckpointCoordinator:
         self._note(told)
         return told if self._spec.checkpoint.durability_action == "stop" else None
 
-    def _hear(self, node: str, message: dict[str, Any]) -> None:
+    def _handle(self, node: str, message: wire.WorkerMessage) -> None:
         attempt = self._attempt
         if attempt is None:
             return
-        match message.get("kind"):
-            case "died":
-                why = f": {message['why']}" if message.get("why") else ""
+        events: Iterable[TierEvent] = ()
+        match message:
+            case wire.WorkerDied(status, _, why):
+                why = why and f": {why}"
                 self._note(f"the checkpoint worker of {node} died{why}; another one is started")
-                self._tell(attempt, CheckpointWorkerDiedEvent(node, message.get("status")))
+                self._tell(attempt, CheckpointWorkerDiedEvent(node, status))
                 events = self._level_tracker.died(node, why)
-            case "ready":
+            case wire.WorkerReady():
                 self._workers.refresh()
-                return
-            case "log":
-                self._note(f"{node}: {message.get('text')}")
-                return
-            case "proved":
-                for level, why in dict(message.get("problems") or {}).items():
+            case wire.WorkerLog(text):
+                self._note(f"{node}: {text}")
+            case wire.WritesProbed(problems):
+                for level, why in problems.items():
                     self._note(f"{node}: saves will fail ({level}): {why}")
-                return
-            case "error":
-                self._note(f"{node}: its checkpoint worker: {message.get('why')}")
-                return
-            case _:
-                events = self._level_tracker.hear(node, message)
+            case wire.WorkerError(why):
+                self._note(f"{node}: its checkpoint worker: {why}")
+            case wire.GenerationSealed() | StoreResult() | wire.SaveFailed():
+                events = self._level_tracker.handle(node, message)
         for event in events:
             self._tell(attempt, event)
-        for replica in self._guests.hear(node, message, self._level_tracker.whole):
+        for replica in self._guests.handle(node, message, self._level_tracker.whole):
             self._tell(attempt, replica)
 
     def after(self, outcome: AttemptOutcome) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.checkpoint.levels import GenerationId, StoreResult
+from hpcrun.checkpoint.worker_messages import GenerationSealed, SaveFailed
 from hpcrun.specs.events.checkpoint import CheckpointFailedEvent, CheckpointStoredEvent
 
 TierEvent = CheckpointStoredEvent | CheckpointFailedEvent
@@ -38,22 +38,23 @@ class LevelTracker:
         self.whole: GenerationId | None = None
         """The last state that all nodes have sealed in memory."""
 
-    def hear(self, node: str, told: dict[str, Any]) -> Iterator[TierEvent]:
+    def handle(self, node: str, message: GenerationSealed | StoreResult | SaveFailed) -> Iterator[TierEvent]:
         """The events that a message makes: one when a level has all of a generation, or fails to get it."""
-        kind = told.get("kind")
-        stamp = _generation_of(told, self._stamps)
-        if stamp is None or node not in self._nodes or kind not in ("sealed", "stored", "failed"):
+        if node not in self._nodes:
             return
+        stamp = message.stamp
         self._remember(stamp)
-        level = "memory" if kind == "sealed" else str(told.get("level", "memory"))
+        level = "memory" if isinstance(message, GenerationSealed) else message.level
         share = self._shares.setdefault((stamp.generation, level), _LevelProgress())
-        problem = told.get("why") or told.get("problem") if kind != "sealed" else None
-        if problem is not None or kind == "failed":
+        problem = message.why if isinstance(message, SaveFailed) else None
+        if isinstance(message, StoreResult):
+            problem = message.problem
+            share.seconds = max(share.seconds, message.seconds)
+        if isinstance(message, SaveFailed) or problem is not None:
             yield from self._fail(stamp, level, share, f"{node}: {problem or 'it failed'}")
             return
         share.nodes.add(node)
-        share.seconds = max(share.seconds, float(told.get("seconds") or 0.0))
-        share.size_bytes += int(told.get("size_bytes") or 0)
+        share.size_bytes += message.size_bytes
         if share.nodes >= self._nodes and not share.is_told:
             share.is_told = True
             self.complete[level] = max(stamp.step, self.complete.get(level, 0))
@@ -84,12 +85,3 @@ class LevelTracker:
             old = next(iter(self._stamps))
             del self._stamps[old]
             self._shares = {key: share for key, share in self._shares.items() if key[0] != old}
-
-
-def _generation_of(told: dict[str, Any], known: dict[str, GenerationId]) -> GenerationId | None:
-    """Which generation a message is about: by its stamp, or by the id of one that was heard of before."""
-    values = told.get("stamp", told)
-    try:
-        return GenerationId(**{name: values[name] for name in GenerationId.__dataclass_fields__})
-    except (KeyError, TypeError):
-        return known.get(str(told.get("generation")))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from hpcrun.checkpoint.flush.spare_replicas import is_spare_replica
 from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.parity.sets import FailureDomains
 from hpcrun.checkpoint.restore_plan import RestorePlan
+from hpcrun.checkpoint.worker_messages import PartsCopied, WorkerDied, WorkerMessage
 from hpcrun.hostlist import fold_hosts
 from hpcrun.launch.agents.nodes import Nodes
 from hpcrun.launch.checkpointing.worker_client import WorkerClient
@@ -112,16 +112,15 @@ class SpareReplicaScheduler:
                 numbers = [one.number for one in used if one.node == node]
                 self._workers.dismiss(node, plan.stamp.generation, numbers)
 
-    def hear(
-        self, node: str, message: dict[str, Any], whole: GenerationId | None
+    def handle(
+        self, node: str, message: WorkerMessage, whole: GenerationId | None
     ) -> Iterator[SpareReplicaEvent]:
         """The events that a message makes; `whole`: the newest state that all nodes have in memory."""
-        kind = message.get("kind")
-        if kind == "died":
+        if isinstance(message, WorkerDied):
             self._ordered.pop(node, None)
             for holders in self._held.values():
                 holders.pop(node, None)
-        elif kind == "copied":
+        elif isinstance(message, PartsCopied):
             yield from self._take(node, message)
         if whole is not None and whole.attempt == self._attempt and whole != self._newest:
             self._newest = whole
@@ -163,21 +162,20 @@ class SpareReplicaScheduler:
             self._noted.add((spare, spare))
             self._note(f"{spare}: no news of its copies of step {stamp.step} for {format_duration(silent_s)}")
 
-    def _take(self, spare: str, told: dict[str, Any]) -> Iterator[SpareReplicaEvent]:
+    def _take(self, spare: str, copied: PartsCopied) -> Iterator[SpareReplicaEvent]:
         number, stamp, _ = self._ordered.get(spare, (None, None, None))
         # Numbers begin anew with each supervisor.
-        if stamp is None or (told.get("id"), told.get("generation")) != (number, stamp.generation):
+        if stamp is None or (copied.id, copied.generation) != (number, stamp.generation):
             return
         del self._ordered[spare]
         if (following := self._waiting.pop(spare, None)) is not None:
             self._order(spare, following)
-        nodes, problems = [str(one) for one in told.get("nodes", ())], dict(told.get("problems") or {})
+        nodes, problems = list(copied.nodes), copied.problems
         self._held.setdefault(stamp.step, {})[spare] = set(nodes)
         for step in sorted(self._held)[:-_MAX_GENERATIONS]:
             del self._held[step]
         self._report_problems(spare, stamp, problems)
-        no_room = [str(one) for one in told.get("no_room", ())]
-        size, seconds = int(told.get("size_bytes") or 0), float(told.get("seconds") or 0.0)
+        no_room, size, seconds = copied.no_room, copied.size_bytes, copied.seconds
         text = ""
         if self._told.get(spare) != nodes:
             self._told[spare] = nodes
@@ -191,14 +189,14 @@ class SpareReplicaScheduler:
             stamp.generation,
             spare,
             tuple(nodes),
-            tuple(no_room),
-            {node: str(why) for node, why in problems.items()},
+            no_room,
+            problems,
             size,
             seconds,
             text,
         )
 
-    def _report_problems(self, spare: str, stamp: GenerationId, problems: dict[str, Any]) -> None:
+    def _report_problems(self, spare: str, stamp: GenerationId, problems: dict[str, str]) -> None:
         """Once an attempt for each node that it is about; events have the rest."""
         new = [node for node in problems if (spare, node) not in self._noted]
         self._noted |= {(spare, node) for node in new}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
+from typing import TypeVar
 
+from hpcrun.checkpoint import worker_messages as wire
 from hpcrun.checkpoint.flush.spare_replicas import is_spare_replica
-from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, parse_inventory_entry
+from hpcrun.checkpoint.levels import GenerationId, InventoryEntry
 from hpcrun.checkpoint.restore.inventory import InventoryReader
 from hpcrun.checkpoint.restore_plan import RebuildOrder
 from hpcrun.launch.agents.nodes import Nodes
@@ -22,6 +22,7 @@ VERIFY_TIMEOUT_S, REBUILD_TIMEOUT_S = 600.0, 900.0
 _POLL_S = 0.1
 
 WorkerAddresses = dict[str, tuple[str, int]]
+_A = TypeVar("_A", wire.WorkerInventory, wire.PartsRebuilt)
 
 
 class WorkerClient:
@@ -31,17 +32,19 @@ class WorkerClient:
         self._nodes = nodes
         self.peers: WorkerAddresses = {}
         """Where those that have come up are reached by the others."""
-        self.news: list[tuple[str, dict[str, Any]]] = []
+        self.news: list[tuple[str, wire.WorkerMessage]] = []
         """What was not asked for, in order; whoever reads it takes it out."""
-        self._orders: dict[str, Mapping[str, Any]] = {}
+        self._orders: dict[str, wire.ConfigureWorker] = {}
         self._ready: set[str] = set()
         self._refused: dict[str, str] = {}
         """Why the worker of a node cannot do as it was told."""
         self._told_peers: WorkerAddresses = {}
-        self._answers: list[tuple[str, dict[str, Any]]] = []
+        self._answers: list[tuple[str, wire.WorkerInventory | wire.PartsRebuilt]] = []
         self._numbers = itertools.count(1)
 
-    def open(self, orders: Mapping[str, Mapping[str, Any]], timeout_s: float = READY_TIMEOUT_S) -> list[str]:
+    def open(
+        self, orders: Mapping[str, wire.ConfigureWorker], timeout_s: float = READY_TIMEOUT_S
+    ) -> list[str]:
         """Have a worker on each of these nodes, which knows its order; those where none came up in time.
 
         A worker is ready when it has its order; all are told again when all are known that are to be.
@@ -68,7 +71,7 @@ class WorkerClient:
     def _configure(self) -> None:
         self._told_peers = dict(self.peers)
         for node, order in self._orders.items():
-            self._nodes.send_to_worker(node, {"do": "configure", "node": node, "peers": self.peers, **order})
+            self._nodes.send_to_worker(node, replace(order, peers=dict(self.peers)))
 
     def inventory(
         self, nodes: Sequence[str], prove: Collection[str] = (), timeout_s: float | None = None
@@ -79,17 +82,16 @@ class WorkerClient:
         """
         number = next(self._numbers)
         timeout_s = timeout_s or (VERIFY_TIMEOUT_S if prove else INVENTORY_TIMEOUT_S)
-        more = {"prove": sorted(prove)} if prove else {}
         for node in nodes:
-            self._nodes.send_to_worker(node, {"do": "inventory", "id": number} | more)
+            self._nodes.send_to_worker(node, wire.TakeInventory(number, tuple(sorted(prove))))
         found, open_ones, reader = list[InventoryEntry](), dict.fromkeys(nodes), InventoryReader()
-        for node, message in self._await("inventory", {number}, open_ones, timeout_s):
-            for one in reader.read({**one, "node": node} for one in message.get("holdings", ())):
+        for node, message in self._await(wire.WorkerInventory, {number}, open_ones, timeout_s):
+            for one in reader.read({**one, "node": node} for one in message.holdings):
                 if isinstance(one, str):
-                    self.news.append((node, {"kind": "log", "text": f"it tells of a holding: {one}"}))
+                    self.news.append((node, wire.WorkerLog(f"it tells of a holding: {one}")))
                 else:
                     found.append(one)
-            if not message.get("more"):
+            if not message.has_more:
                 open_ones.pop(node, None)
         # Of two nodes that have a part, the one whose ranks have written it is mostly where it is needed.
         found.sort(key=lambda one: any(is_spare_replica(part.path) for part in one.parts))
@@ -101,14 +103,13 @@ class WorkerClient:
         """What came of each order: what is there now, or why it is not."""
         numbers = {next(self._numbers): order for order in orders}
         for number, order in numbers.items():
-            told = json.loads(json.dumps(asdict(order)))
-            self._nodes.send_to_worker(order.node, {"do": "rebuild", "id": number, "order": told})
+            self._nodes.send_to_worker(order.node, wire.RebuildParts(number, order))
         outcomes: list[tuple[RebuildOrder, InventoryEntry | str]] = []
         open_ones = dict.fromkeys(order.node for order in numbers.values())
-        for node, message in self._await("rebuilt", numbers, open_ones, timeout_s):
-            order = numbers.pop(message["id"])
-            problem = message.get("problem")
-            outcomes.append((order, problem or _parse_inventory_entry(node, message.get("holding"))))
+        for node, message in self._await(wire.PartsRebuilt, numbers, open_ones, timeout_s):
+            order = numbers.pop(message.id)
+            holding = message.holding and replace(message.holding, node=node)
+            outcomes.append((order, holding or message.problem or "it does not say what came of it"))
             if node not in {one.node for one in numbers.values()}:
                 open_ones.pop(node, None)
         return outcomes + [(order, f"{order.node} did not do it in time") for order in numbers.values()]
@@ -116,21 +117,17 @@ class WorkerClient:
     def release(self, keep: Collection[str]) -> None:
         """Let go of all but these generations, on all nodes."""
         for node in self.ready:
-            self._nodes.send_to_worker(node, {"do": "release", "keep": sorted(keep)})
+            self._nodes.send_to_worker(node, wire.ReleaseGenerations(tuple(sorted(keep))))
 
     def copy(self, node: str, stamp: GenerationId, of: Sequence[str]) -> int:
         """Have a node copy what others have in memory of a state; the number by which it answers."""
         number = next(self._numbers)
-        self._nodes.send_to_worker(
-            node, {"do": "copy", "id": number, "stamp": asdict(stamp), "nodes": list(of)}
-        )
+        self._nodes.send_to_worker(node, wire.CopyParts(number, stamp, tuple(of)))
         return number
 
     def dismiss(self, node: str, generation: str, numbers: Collection[int]) -> None:
         """Have a node let go of all copies of others' parts but these of a generation."""
-        self._nodes.send_to_worker(
-            node, {"do": "dismiss", "generation": generation, "numbers": sorted(numbers)}
-        )
+        self._nodes.send_to_worker(node, wire.DismissReplicas(generation, tuple(sorted(numbers))))
 
     @property
     def ready(self) -> list[str]:
@@ -143,16 +140,16 @@ class WorkerClient:
             self._take(node, message)
 
     def _await(
-        self, kind: str, numbers: Collection[int], open_ones: Collection[str], timeout_s: float
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        self, kind: type[_A], numbers: Collection[int], open_ones: Collection[str], timeout_s: float
+    ) -> Iterator[tuple[str, _A]]:
         """Answers to questions with these numbers, until no node that lives still has one to give."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(one in self._nodes.alive for one in open_ones):
             for node, message in self._hear(_POLL_S):
-                if message.get("kind") == kind and message.get("id") in numbers:
+                if isinstance(message, kind) and message.id in numbers:
                     yield node, message
 
-    def _hear(self, seconds: float) -> list[tuple[str, dict[str, Any]]]:
+    def _hear(self, seconds: float) -> list[tuple[str, wire.WorkerInventory | wire.PartsRebuilt]]:
         """The answers that came in, after a moment at most."""
         self.look()
         if not self._answers:
@@ -161,28 +158,20 @@ class WorkerClient:
         answers, self._answers = self._answers, []
         return answers
 
-    def _take(self, node: str, message: dict[str, Any]) -> None:
-        kind = message.get("kind")
-        if kind == "ready":
-            self._ready.add(node)
-            if message.get("port"):
-                self.peers[node] = (str(message.get("address")), int(message["port"]))
-        if kind == "error" and node not in self._ready:
-            if self._refused.get(node) == message.get("why"):
-                return  # as it was told before
-            self._refused[node] = str(message.get("why"))
-        if kind == "died":
-            self._ready.discard(node)
-            self.peers.pop(node, None)
-        if kind in ("inventory", "rebuilt"):
-            self._answers.append((node, message))
-        else:
-            self.news.append((node, message))
-
-
-def _parse_inventory_entry(node: str, told: Any) -> InventoryEntry | str:
-    """What a node tells of; a text where that makes no sense."""
-    try:
-        return parse_inventory_entry({**told, "node": node})
-    except (TypeError, ValueError) as error:
-        return f"{node} tells of a holding that is none: {error}"
+    def _take(self, node: str, message: wire.WorkerMessage) -> None:
+        match message:
+            case wire.WorkerInventory() | wire.PartsRebuilt():
+                self._answers.append((node, message))
+                return
+            case wire.WorkerReady(address, port):
+                self._ready.add(node)
+                if port:
+                    self.peers[node] = (address or "", port)
+            case wire.WorkerError(why) if node not in self._ready:
+                if self._refused.get(node) == why:
+                    return  # as it was told before
+                self._refused[node] = why
+            case wire.WorkerDied():
+                self._ready.discard(node)
+                self.peers.pop(node, None)
+        self.news.append((node, message))
