@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from jinja2.exceptions import TemplateRuntimeError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from hpcrun.slurm.template import (
     TEMPLATE_SUFFIX,
@@ -24,6 +24,7 @@ from hpcrun.specs.fields import (
     NoNulText,
     SbatchOptionName,
     SingleLineText,
+    SpecSection,
     VariableName,
     VariablePattern,
     set_variables,
@@ -31,18 +32,14 @@ from hpcrun.specs.fields import (
 )
 
 
-class _ContextValue(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class ArrayContext(_ContextValue):
+class ArrayContext(SpecSection):
     """The elements of one array submission."""
 
     indices: str = Field(pattern=r"^[0-9][0-9,:%-]*$", description="as sbatch --array takes them: 0-39%8")
     offset: int = Field(default=0, ge=0, description="element = array index + offset, when a sweep is cut up")
 
 
-class ContainerContext(_ContextValue):
+class ContainerContext(SpecSection):
     """The container of the ranks."""
 
     runtime: Literal["pyxis", "apptainer", "singularity"] = Field(description="what runs it")
@@ -55,7 +52,7 @@ class ContainerContext(_ContextValue):
     gpus: bool = Field(default=False, description="the ranks use GPUs")
 
 
-class ScriptContext(_ContextValue):
+class ScriptContext(SpecSection):
     """What a template gets for one job; every value is data and is quoted, except the admin's own lines."""
 
     name: SingleLineText = Field(description="the job's name")

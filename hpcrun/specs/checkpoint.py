@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -17,7 +15,7 @@ from pydantic import (
 
 from hpcrun.errors import SpecProblem, UsageError
 from hpcrun.specs.elastic import ElasticSpec
-from hpcrun.specs.fields import ExpandablePath, TimeText, parsed_by
+from hpcrun.specs.fields import ExpandablePath, SpecSection, TimeText, parsed_by
 from hpcrun.specs.resources import ResourcesSpec
 from hpcrun.units import parse_time
 
@@ -41,11 +39,7 @@ _Every = Annotated[Literal["auto"] | Annotated[int, Field(ge=0)], WrapValidator(
 _Url = Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*://[^\x00-\x20\x7f]+$")]
 
 
-class _CheckpointSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ParitySpec(_CheckpointSection):
+class ParitySpec(SpecSection):
     """Parity blocks on nodes of other racks, from which the part of a lost node is rebuilt."""
 
     scheme: Literal["auto", "none", "partner", "xor", "rs"] = Field(
@@ -65,7 +59,7 @@ class ParitySpec(_CheckpointSection):
     )
 
 
-class ObjectSpec(_CheckpointSection):
+class ObjectSpec(SpecSection):
     """Copies in an object store, through fsspec."""
 
     url: _Url = Field(description="destination: s3://BUCKET/PREFIX, or another scheme that fsspec supports")
@@ -80,7 +74,7 @@ class ObjectSpec(_CheckpointSection):
     )
 
 
-class DurableSpec(_CheckpointSection):
+class DurableSpec(SpecSection):
     """Saves in the run directory, on the file system that all nodes share."""
 
     every: int = Field(
@@ -106,7 +100,7 @@ class DurableSpec(_CheckpointSection):
     )
 
 
-class CheckpointSpec(_CheckpointSection):
+class CheckpointSpec(SpecSection):
     """When to save, through which tiers, and how many saves to keep."""
 
     every: _Every = Field(

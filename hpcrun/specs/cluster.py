@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from hpcrun.errors import SpecError, SpecProblem, UsageError
 from hpcrun.specs.fields import (
     ExpandablePath,
     MemoryText,
     ModuleName,
+    SpecSection,
     SystemName,
     TimeText,
     VariableName,
@@ -26,11 +27,7 @@ from hpcrun.specs.validation import problems_of_validation_error
 from hpcrun.specs.yaml import YamlDocument, load_yaml, parse_yaml, render_yaml
 
 
-class _ClusterSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class PartitionSpec(_ClusterSection):
+class PartitionSpec(SpecSection):
     """One partition: what its nodes have, and the limits of a job."""
 
     default: bool = Field(default=False, description="used when a job names no partition; at most one")
@@ -46,7 +43,7 @@ class PartitionSpec(_ClusterSection):
     qos: SystemName | None = Field(default=None, description="quality of service when a job names none")
 
 
-class GpuSpec(_ClusterSection):
+class GpuSpec(SpecSection):
     """How GPUs are requested."""
 
     request: Literal["gpus-per-node", "gres", "gpus", "gpus-per-task", "none"] = Field(
@@ -59,7 +56,7 @@ class GpuSpec(_ClusterSection):
     bind: str | None = Field(default="none", description="srun --gpu-bind; null: omit")
 
 
-class MpiSpec(_ClusterSection):
+class MpiSpec(SpecSection):
     """The MPI library of the ranks, and what starts them."""
 
     library: Literal["mpich", "openmpi", "intel", "cray", "none"] = Field(
@@ -72,14 +69,14 @@ class MpiSpec(_ClusterSection):
     launcher: Literal["hydra", "srun", "mpirun"] = Field(default="hydra", description="what starts the ranks")
 
 
-class PythonSpec(_ClusterSection):
+class PythonSpec(SpecSection):
     """The interpreter on the compute nodes."""
 
     path: ExpandablePath | None = Field(default=None, description="default: the interpreter that submits")
     checks: list[str] = Field(default=[], description="modules that must be importable there, such as torch")
 
 
-class ContainerSpec(_ClusterSection):
+class ContainerSpec(SpecSection):
     """How ranks run in containers; supervisor and agents stay outside."""
 
     runtime: Literal["pyxis", "apptainer", "singularity", "none"] = Field(default="none")
@@ -87,7 +84,7 @@ class ContainerSpec(_ClusterSection):
     options: list[str] = Field(default=[], description="extra arguments for the runtime")
 
 
-class ModulesSpec(_ClusterSection):
+class ModulesSpec(SpecSection):
     """Environment modules."""
 
     init: list[str] = Field(default=[], description="shell lines that define `module`; the admin's code")
@@ -95,7 +92,7 @@ class ModulesSpec(_ClusterSection):
     load: list[ModuleName] = Field(default=[], description="loaded for every job, before the job's own")
 
 
-class NetworkSpec(_ClusterSection):
+class NetworkSpec(SpecSection):
     """The network between nodes."""
 
     interface: SystemName | None = Field(default=None, description="IP interface, such as ib0 or eth0")
@@ -141,7 +138,7 @@ class NetworkSpec(_ClusterSection):
     )
 
 
-class LevelSpec(_ClusterSection):
+class LevelSpec(SpecSection):
     """One level of the network, counted from the node."""
 
     name: SystemName = Field(description="leaf, spine, core, ...")
@@ -156,7 +153,7 @@ class LevelSpec(_ClusterSection):
     latency_us: float | None = Field(default=None, gt=0, description="latency added by this level, one way")
 
 
-class TopologySpec(_ClusterSection):
+class TopologySpec(SpecSection):
     """Where the shape of the network is known from, and what its levels carry."""
 
     source: Literal["slurm", "file", "table", "names", "none"] = Field(
@@ -178,7 +175,7 @@ class TopologySpec(_ClusterSection):
     levels: list[LevelSpec] = Field(default=[], description="levels from the leaf upwards")
 
 
-class FileSystemSpec(_ClusterSection):
+class FileSystemSpec(SpecSection):
     """One file system as jobs see it."""
 
     path: ExpandablePath = Field(description="mount point or directory; $USER and ~ are expanded")
@@ -193,7 +190,7 @@ class FileSystemSpec(_ClusterSection):
     )
 
 
-class ClusterSpec(_ClusterSection):
+class ClusterSpec(SpecSection):
     """A cluster's profile."""
 
     name: SystemName = Field(description="name by which jobs select the cluster")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from hpcrun.specs.fields import SpecSection
 
 PYTHON_STDLIB = "python-stdlib"
 """Stands for the standard library's own sources, as a corpus that every machine has."""
 
 
-class DataSpec(BaseModel):
+class DataSpec(SpecSection):
     """What to train on: text taken byte by byte, or a file of tokens made by `hpcrun data prepare`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     text: str | None = Field(
         default=None,

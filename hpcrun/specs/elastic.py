@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from hpcrun.specs.fields import SpecSection
 
 if TYPE_CHECKING:
     pass
 
 
-class ElasticSpec(BaseModel):
+class ElasticSpec(SpecSection):
     """Continue with fewer data-parallel replicas when nodes are lost and no spare is left."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     min_replicas: int = Field(
         default=1,

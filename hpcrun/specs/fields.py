@@ -1,4 +1,4 @@
-"""The kinds of text that specs are made of, each with the characters that it may hold."""
+"""What specs are made of: the base of their sections, and kinds of text with the characters each may hold."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 from hpcrun.errors import UsageError
 from hpcrun.units import parse_memory, parse_time
+
+
+class SpecSection(BaseModel):
+    """A section of a YAML file: types are exact, unknown keys are refused, values cannot be changed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
 
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """The name of an environment variable."""

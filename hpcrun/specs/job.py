@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from hpcrun.mesh import ParallelDegrees
 from hpcrun.specs.checkpoint import CheckpointSpec
@@ -15,6 +15,7 @@ from hpcrun.specs.fields import (
     ModuleName,
     NoNulText,
     SingleLineText,
+    SpecSection,
     SystemName,
     VariableName,
     VariablePattern,
@@ -53,11 +54,7 @@ _Variable = Annotated[VariableName, AfterValidator(_require_free_name)]
 """An environment variable that nobody else sets."""
 
 
-class _JobSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ParallelSpec(_JobSection):
+class ParallelSpec(SpecSection):
     """How the model and the batch are cut: world = pp · dp_replicate · dp_shard · cp · tp."""
 
     pp: int = Field(default=1, ge=1, description="pipeline stages (ranks along the layers)")
@@ -86,14 +83,14 @@ class ParallelSpec(_JobSection):
     )
 
 
-class LrScalingSpec(_JobSection):
+class LrScalingSpec(SpecSection):
     """Scale the learning rate with the global batch: lr · (gbs/base_gbs), or its square root."""
 
     rule: Literal["linear", "sqrt"]
     base_gbs: int = Field(ge=1, description="global batch for which `lr` was chosen")
 
 
-class EvalSpec(_JobSection):
+class EvalSpec(SpecSection):
     """Loss on the held-out share of the data."""
 
     every: int = Field(
@@ -104,7 +101,7 @@ class EvalSpec(_JobSection):
     )
 
 
-class ProfileSpec(_JobSection):
+class ProfileSpec(SpecSection):
     """A window of steps recorded by torch's profiler, one trace file a rank."""
 
     start: int = Field(ge=1, description="first step to record")
@@ -112,7 +109,7 @@ class ProfileSpec(_JobSection):
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1, description="ranks to record")
 
 
-class TrainSpec(_JobSection):
+class TrainSpec(SpecSection):
     """Optimization: number of steps, batch sizes, schedule."""
 
     steps: int = Field(default=100, ge=1, description="optimizer steps")
@@ -154,7 +151,7 @@ class TrainSpec(_JobSection):
         return "float64" if self.precision == "fp64" else "float32"
 
 
-class JobSpec(_JobSection):
+class JobSpec(SpecSection):
     """A job file, resolved."""
 
     name: str = Field(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from hpcrun.specs.fields import SpecSection
 from hpcrun.specs.hf_directory import HF_CONFIG_FILE, read_hf_config
 from hpcrun.specs.hf_quantised import why_quantised
 
@@ -55,10 +56,8 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
 """Known models by name; the Llama 3 sizes are those of the published config.json files."""
 
 
-class RopeScaling(BaseModel):
+class RopeScaling(SpecSection):
     """Llama 3's stretching of the rotary frequencies for contexts longer than the original one."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     kind: Literal["llama3"] = "llama3"
     factor: float = Field(gt=0)
@@ -67,10 +66,8 @@ class RopeScaling(BaseModel):
     original_context: int = Field(gt=0)
 
 
-class ModelSpec(BaseModel):
+class ModelSpec(SpecSection):
     """A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     vocab: int = Field(gt=0, description="vocabulary size")
     hidden: int = Field(gt=0, description="width of the residual stream")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
-from hpcrun.specs.fields import ExpandablePath
+from hpcrun.specs.fields import ExpandablePath, SpecSection
 
 PreflightCheck = Literal[
     "limits", "space", "write", "clock", "interface", "leftovers", "shm", "sums", "gpu", "nic", "site"
@@ -39,10 +39,8 @@ def selected_preflight_checks(preflight: bool | list[PreflightCheck]) -> tuple[P
     return tuple(check for check in PREFLIGHT_CHECKS if check not in preflight)
 
 
-class SitePreflightSpec(BaseModel):
+class SitePreflightSpec(SpecSection):
     """The site's own checks of a node; the admin's code."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     checks: list[ExpandablePath] = Field(
         default=[],

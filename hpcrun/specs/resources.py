@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from hpcrun.errors import UsageError
 from hpcrun.hostlist import expand_hosts
@@ -16,6 +16,7 @@ from hpcrun.specs.fields import (
     PositiveInt,
     SbatchOptionName,
     SingleLineText,
+    SpecSection,
     TimeText,
     parsed_by,
 )
@@ -117,11 +118,7 @@ _NonEmptyLine = Annotated[SingleLineText, Field(min_length=1)]
 """One line that says something."""
 
 
-class _ResourcesSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ResourcesSpec(_ResourcesSection):
+class ResourcesSpec(SpecSection):
     """Resources to request from the cluster."""
 
     nodes: int = Field(default=1, ge=1, description="nodes per attempt")
@@ -193,7 +190,7 @@ class ResourcesSpec(_ResourcesSection):
         return self.nodes + self.spares
 
 
-class JobContainerSpec(_ResourcesSection):
+class JobContainerSpec(SpecSection):
     """Container for the ranks; supervisor and agents stay outside."""
 
     image: SingleLineText = Field(min_length=1, description="image file or URI, as the runtime accepts it")
@@ -209,7 +206,7 @@ class JobContainerSpec(_ResourcesSection):
     options: list[SingleLineText] = Field(default=[], description="extra arguments for the runtime")
 
 
-class RetrySpec(_ResourcesSection):
+class RetrySpec(SpecSection):
     """How often a run may continue automatically, per cause: in the same allocation, else requeued."""
 
     time_limit: int | None = Field(
@@ -237,7 +234,7 @@ _Values = dict[SingleLineText, Annotated[list[Any], Field(min_length=1)]]
 _Rows = list[dict[SingleLineText, Any]]
 
 
-class SweepSpec(_ResourcesSection):
+class SweepSpec(SpecSection):
     """Values to try: every combination of `grid`, with every row of `zip`, with every entry of `list`."""
 
     grid: _Values = Field(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
-from hpcrun.specs.fields import ExpandablePath, NoNulText, SingleLineText
+from hpcrun.specs.fields import ExpandablePath, NoNulText, SingleLineText, SpecSection
 
 RunChange = Literal[
     "starting", "running", "fault", "relaunched", "requeued", "done", "saved", "failed", "interrupted", "lost"
@@ -22,11 +22,7 @@ def _program_first(command: list[str]) -> list[str]:
     return command
 
 
-class _TelemetrySection(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class HookSpec(_TelemetrySection):
+class HookSpec(SpecSection):
     """A program that is called when the state of a run changes, with a JSON document on its stdin."""
 
     command: Annotated[list[NoNulText], Field(min_length=1), AfterValidator(_program_first)] = Field(
@@ -38,7 +34,7 @@ class HookSpec(_TelemetrySection):
 HookList = Annotated[list[HookSpec], Field(max_length=_MOST_HOOKS)]
 
 
-class SiteTelemetrySpec(_TelemetrySection):
+class SiteTelemetrySpec(SpecSection):
     """Where Prometheus finds the metrics of runs."""
 
     textfile: ExpandablePath | None = Field(
@@ -55,7 +51,7 @@ class SiteTelemetrySpec(_TelemetrySection):
     )
 
 
-class WandbSpec(_TelemetrySection):
+class WandbSpec(SpecSection):
     """A run in Weights & Biases that continues through relaunches and requeues."""
 
     project: Annotated[SingleLineText, Field(min_length=1)] | None = Field(

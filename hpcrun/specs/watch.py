@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from hpcrun.errors import UsageError
-from hpcrun.specs.fields import TimeText, parsed_by
+from hpcrun.specs.fields import SpecSection, TimeText, parsed_by
 from hpcrun.units import parse_time
 
 
@@ -20,10 +20,8 @@ def _limited(text: str) -> None:
 _Limit = Annotated[TimeText, parsed_by(_limited)]
 
 
-class WatchSpec(BaseModel):
+class WatchSpec(SpecSection):
     """When ranks that report progress count as hanging, learnt from the past duration of sections."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     hangs: bool = Field(default=True, description="end an attempt that makes no progress, and continue")
     factor: float = Field(

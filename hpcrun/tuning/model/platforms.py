@@ -8,11 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from hpcrun.errors import SpecError, UsageError
 from hpcrun.fabric.collectives import IntraNodeLink
 from hpcrun.fabric.graph import Fabric, FabricLevel
+from hpcrun.specs.fields import SpecSection
 from hpcrun.specs.validation import problems_of_validation_error
 from hpcrun.specs.yaml import YamlDocument, load_yaml
 from hpcrun.tuning.model.nccl_model import CpuVendor, NcclGraph, NcclMachine
@@ -23,11 +24,7 @@ _GB = 1e9
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-class _PlatformSection(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class GraphSpec(_PlatformSection):
+class GraphSpec(SpecSection):
     """What NCCL's search finds, as it prints it at init."""
 
     channels: int = Field(ge=1)
@@ -39,7 +36,7 @@ class GraphSpec(_PlatformSection):
     same_channels: bool = True
 
 
-class NetworkLevelSpec(_PlatformSection):
+class NetworkLevelSpec(SpecSection):
     """One level of the network from the node upwards, for the α-β models."""
 
     name: str
@@ -49,21 +46,21 @@ class NetworkLevelSpec(_PlatformSection):
     nodes: int | None = Field(default=None, ge=1, description="below one unit; default: all")
 
 
-class SmallMessageSpec(_PlatformSection):
+class SmallMessageSpec(SpecSection):
     """What small messages find: libraries and networks treat them otherwise than large ones."""
 
     up_to_bytes: int = Field(ge=1)
     levels: list[NetworkLevelSpec] = Field(min_length=1)
 
 
-class IntraNodeSpec(_PlatformSection):
+class IntraNodeSpec(SpecSection):
     """What a rank's way to the others on its node carries."""
 
     bandwidth_GBps: float = Field(gt=0)
     latency_us: float = Field(default=0.0, ge=0)
 
 
-class ModelErrorSpec(_PlatformSection):
+class ModelErrorSpec(SpecSection):
     """How far the model may be off, and who says so."""
 
     library: CollectiveLibrary
@@ -84,7 +81,7 @@ class ModelErrorSpec(_PlatformSection):
         return self.library == library and right and same and size_bytes >= self.from_bytes
 
 
-class PlatformSpec(_PlatformSection):
+class PlatformSpec(SpecSection):
     """All that is known of one kind of machine."""
 
     about: str
@@ -94,13 +91,13 @@ class PlatformSpec(_PlatformSection):
     cpu: CpuVendor = "other"
     nic_latency_us: float = Field(default=0.0, ge=0, description="as the net plugin tells it")
     collnet: bool = False
-    one_node: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = {}
-    several_nodes: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = {}
-    levels: list[NetworkLevelSpec] = []
+    one_node: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = Field(default_factory=dict)
+    several_nodes: dict[Literal["ring", "tree", "nvls", "collnet"], GraphSpec] = Field(default_factory=dict)
+    levels: list[NetworkLevelSpec] = Field(default_factory=list)
     small_messages: SmallMessageSpec | None = None
     inside: IntraNodeSpec | None = None
     reduce_GBps: float | None = Field(default=None, gt=0, description="at which a rank adds up")
-    errors: list[ModelErrorSpec] = []
+    errors: list[ModelErrorSpec] = Field(default_factory=list)
 
     def machine(self, nodes: int, per_node: int, version: tuple[int, int]) -> NcclMachine | None:
         """As NCCL's model wants it; None where the graphs for so many nodes are not known."""
@@ -151,9 +148,9 @@ class PlatformSpec(_PlatformSection):
         return IntraNodeLink(self.inside.bandwidth_GBps * _GB, self.inside.latency_us / 1e6)
 
 
-class _PlatformTable(_PlatformSection):
+class _PlatformTable(SpecSection):
     platforms: dict[str, PlatformSpec]
-    errors: list[ModelErrorSpec] = []
+    errors: list[ModelErrorSpec] = Field(default_factory=list)
 
 
 @cache

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from hpcrun.formulas import median_interval, min_samples_for_median
-from hpcrun.specs.fields import SingleLineText, SystemName, VariableName
+from hpcrun.specs.fields import SingleLineText, SpecSection, SystemName, VariableName
 from hpcrun.specs.settings import CommSetting
 from hpcrun.specs.yaml import YamlDocument, load_yaml, parse_yaml
 from hpcrun.tuning.lint.conflicts import find_conflicts
@@ -33,10 +33,8 @@ GAIN, LOSS = 1.05, 0.97
 GainVerdict = Literal["faster", "slower", "no difference", "too few pairs"]
 
 
-class _PolicySection(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
-    )
+class _PolicySection(SpecSection):
+    model_config = ConfigDict(populate_by_name=True)
 
 
 class MeasurementSpec(_PolicySection):
@@ -110,7 +108,7 @@ class PolicyRowSpec(_PolicySection):
 
 
 class _PolicySpec(_PolicySection):
-    rows: list[PolicyRowSpec] = []
+    rows: list[PolicyRowSpec] = Field(default_factory=list)
 
 
 class MeasuredGain(NamedTuple):
