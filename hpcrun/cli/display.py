@@ -60,7 +60,7 @@ class LineDisplay:
                 for problem in problems:
                     self.note(f"passed over: {problem}")
                 self.note(f"goes on from step {metric.step}; {metric.lost_steps} saved steps are lost")
-            case _ if text := metric.describe():
+            case _ if text := str(metric):
                 self.note(text)
 
     def _step(self, metric: StepMetric) -> None:

@@ -1,24 +1,14 @@
-"""What lines of metrics.jsonl say of saves and the levels that they go through; other lines say nothing here.
-
-{"kind": "save", "step", "seconds"}                     the ranks wrote it into the run directory, and waited
-{"kind": "save", "level": "memory", ..., "size_bytes"}       a copy in memory: training waited so long for it
-{"kind": "stored", "level", "seconds", "size_bytes", "lag_s"}  a level has it, so long after the save
-{"kind": "save_failed", "step", "level", "why"}         a level does not get it
-"""
+"""What lines of metrics.jsonl say of saves and the levels that they go through."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS
-from hpcrun.runs.save_text import is_durable_save
+from hpcrun.specs.metrics import MetricRecord, SaveFailedMetric, SaveMetric, StepMetric, StoredMetric
 from hpcrun.units import format_bandwidth
-
-Record = Mapping[str, Any]
-
-_MAX_VALUE = 1e15
 
 
 @dataclass
@@ -47,35 +37,35 @@ class CheckpointStats:
     undurable_since: float | None = None
     """When the newest durable save was complete (wall clock), or the first step, where there was none."""
 
-    def take(self, line: Record) -> None:
+    def take(self, record: MetricRecord) -> None:
         """One more line."""
-        kind, now = line.get("kind", "step"), line.get("time")
-        if self.undurable_since is None and kind == "step" and isinstance(now, int | float):
-            self.undurable_since = float(now)
-        if is_durable_save(line) and isinstance(now, int | float):
-            self.undurable_since = float(now)
-        level = str(line.get("level", "durable"))
-        if kind not in ("save", "stored", "save_failed") or level not in CHECKPOINT_LEVELS:
+        metric = record.metric
+        is_first_step = self.undurable_since is None and isinstance(metric, StepMetric)
+        if is_first_step or metric.is_durable_save:
+            self.undurable_since = record.time
+        if not isinstance(metric, SaveMetric | StoredMetric | SaveFailedMetric):
             return
-        sums = self.levels.setdefault(level, LevelStats())
-        if kind == "save_failed":
-            sums.failures += 1
+        if metric.level not in CHECKPOINT_LEVELS:
             return
-        sums.saves += 1
-        sums.size_bytes += _valid_number(line.get("size_bytes")) or 0.0
-        if kind == "save":
-            sums.stall_s += _valid_number(line.get("seconds")) or 0.0
-            return
-        sums.flush_s += _valid_number(line.get("seconds")) or 0.0
-        sums.lag_s = _valid_number(line.get("lag_s"))
-        size = _valid_number(line.get("size_bytes"))
-        stored = _valid_number(line.get("stored_bytes"))
-        sums.ratio = (size if stored is None else stored) / size if size else None
+        sums = self.levels.setdefault(metric.level, LevelStats())
+        match metric:
+            case SaveFailedMetric():
+                sums.failures += 1
+            case SaveMetric():
+                sums.saves += 1
+                sums.size_bytes += metric.size_bytes or 0
+                sums.stall_s += metric.seconds
+            case StoredMetric(size_bytes=size, stored_bytes=stored):
+                sums.saves += 1
+                sums.size_bytes += size
+                sums.flush_s += metric.seconds
+                sums.lag_s = metric.lag_s
+                sums.ratio = (size if stored is None else stored) / size if size else None
 
-    def take_all(self, lines: Iterable[Record]) -> CheckpointStats:
+    def take_all(self, records: Iterable[MetricRecord]) -> CheckpointStats:
         """Several lines; returns itself."""
-        for line in lines:
-            self.take(line)
+        for record in records:
+            self.take(record)
         return self
 
     def lines(self) -> list[str]:
@@ -89,19 +79,6 @@ class CheckpointStats:
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
-
-
-def parse_checkpoint_stats(told: Any) -> CheckpointStats | None:
-    """Sums that were dumped; None where they are damaged, or of another version."""
-    try:
-        levels = {name: LevelStats(**one) for name, one in told["levels"].items()}
-        found = CheckpointStats(levels, told["undurable_since"])
-    except (TypeError, KeyError, AttributeError):
-        return None
-    values = [value for one in levels.values() for value in asdict(one).values()]
-    since = found.undurable_since
-    are_numbers = all(value is None or _valid_number(value) is not None for value in (*values, since))
-    return found if are_numbers and levels.keys() <= set(CHECKPOINT_LEVELS) else None
 
 
 def _format_level_stats(sums: LevelStats) -> str:
@@ -118,9 +95,3 @@ def _format_level_stats(sums: LevelStats) -> str:
     if sums.failures:
         parts.append(f"{sums.failures} failed")
     return ", ".join(parts)
-
-
-def _valid_number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 <= value < _MAX_VALUE else None

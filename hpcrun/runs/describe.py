@@ -15,9 +15,10 @@ from hpcrun.runs.level_text import describe_spare_replicas
 from hpcrun.runs.run_state import RunState, read_element_states, read_run_states, with_slurm_state
 from hpcrun.runs.snapshot import read_replica_counts
 from hpcrun.specs.events.log import read_events
+from hpcrun.specs.metrics import read_metrics
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.records import read_json, read_json_lines
+from hpcrun.specs.records import read_json
 from hpcrun.specs.rundir import Attempt, RunDir
 from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.specs.sweep import read_sweep
@@ -76,7 +77,7 @@ def _event_clock_time(run: RunDir, at: float | None) -> float:
 
 def read_checkpoint_stats(run: RunDir) -> CheckpointStats:
     """What its saves have come to at each level; of a sweep nothing."""
-    return CheckpointStats().take_all(read_json_lines(run.metrics))
+    return CheckpointStats().take_all(read_metrics(run))
 
 
 def read_sweep_results(run: RunDir) -> list[tuple[dict[str, Any], RunState]]:

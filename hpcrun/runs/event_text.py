@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import merge
-from typing import Any
 
 from hpcrun.errors import UsageError
 from hpcrun.runs.follow import PollIntervals, follow_until_end
-from hpcrun.runs.save_text import describe_save, describe_weights, is_durable_save
-from hpcrun.runs.timeline import is_valid_count
 from hpcrun.specs.events.attempt import (
     ExitEvent,
     LauncherEndedEvent,
@@ -23,11 +20,10 @@ from hpcrun.specs.events.attempt import (
 from hpcrun.specs.events.event import Event, format_hosts, format_rank_ranges
 from hpcrun.specs.events.log import EventRecord, open_events
 from hpcrun.specs.events.supervisor import FaultEvent
+from hpcrun.specs.metrics import FlushMetric, MetricReader, MetricRecord
 from hpcrun.specs.placement import read_placement
-from hpcrun.specs.records import JsonLineReader
 from hpcrun.specs.rundir import RunDir
 
-Record = Mapping[str, Any]
 NodesOfAttempt = Callable[[int], Sequence[str]]
 """The nodes of an attempt, empty where nobody knows them."""
 
@@ -61,11 +57,15 @@ class EventFormatter:
     def tell(
         self,
         events: Iterable[EventRecord],
-        metrics: Iterable[Record] = (),
+        metrics: Iterable[MetricRecord] = (),
         chaos: Iterable[EventRecord] = (),
     ) -> list[EventLine]:
         """The entries of further records, in the order of their times."""
-        lines = [self._metric(one) for one in metrics if _is_valid_record(one)]
+        lines = [
+            EventLine(record.time, record.attempt, record.kind, text)
+            for record in metrics
+            if not isinstance(record.metric, FlushMetric) and (text := str(record).partition("\n")[0])
+        ]
         groups: list[list[EventRecord]] = []
         for record in events:
             if groups and _differ_only_in_rank(groups[-1][-1], record):
@@ -119,23 +119,6 @@ class EventFormatter:
             text = text + after if text else after[2:]
         return text
 
-    def _metric(self, line: Record) -> EventLine | None:
-        kind, step = str(line.get("kind", "step")), line.get("step")
-        if not is_valid_count(step):
-            return None
-        passed_over = line.get("passed_over") if isinstance(line.get("passed_over"), list) else []
-        texts = {
-            "restore": f"goes back to step {step}: {'; '.join(map(str, passed_over))}" if passed_over else "",
-            "weights": describe_weights(line) if kind == "weights" else "",
-            "start": f"goes on after step {step}" if step else "begins with the first step",
-            "save": f"step {step} saved{_format_seconds(line.get('seconds'), ' in {} s')}"
-            if is_durable_save(line)
-            else "",
-            "eval": f"step {step}: eval loss {_format_number(line.get('eval_loss'))}",
-        }
-        text = texts[kind] if kind in texts else "" if kind == "flush" else describe_save(line)
-        return EventLine(line["time"], line["attempt"], kind, text) if text else None
-
 
 def format_events(run: RunDir) -> list[EventLine]:
     """The whole story so far."""
@@ -163,7 +146,7 @@ class _RunRecords:
 
     def __init__(self, run: RunDir) -> None:
         self._events, self._chaos = open_events(run.events), open_events(run.chaos)
-        self._metrics = JsonLineReader(run.metrics)
+        self._metrics = MetricReader(run)
         self._teller = EventFormatter(lambda attempt: _attempt_nodes(run, attempt))
 
     def new(self) -> list[EventLine]:
@@ -178,12 +161,6 @@ def _attempt_nodes(run: RunDir, attempt: int) -> Sequence[str]:
     return found[0].nodes if found else ()
 
 
-def _is_valid_record(record: Record) -> bool:
-    moment = record.get("time")
-    is_time = isinstance(moment, int | float) and not isinstance(moment, bool) and 0 <= moment < 1e11
-    return is_time and is_valid_count(record.get("attempt"))
-
-
 def _differ_only_in_rank(first: EventRecord, second: EventRecord) -> bool:
     kind = type(first.event)
     return kind in (RankEndedEvent, RankFailedEvent) and (kind, first.attempt) == (
@@ -194,11 +171,3 @@ def _differ_only_in_rank(first: EventRecord, second: EventRecord) -> bool:
 
 def _event_line(record: EventRecord, text: str) -> EventLine | None:
     return EventLine(record.time, record.attempt, record.name, text.partition("\n")[0]) if text else None
-
-
-def _format_seconds(value: Any, form: str) -> str:
-    return form.format(f"{value:.1f}") if isinstance(value, int | float) else ""
-
-
-def _format_number(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, int | float) else "unknown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,16 +13,16 @@ from typing import Any, get_args
 
 from hpcrun.checkpoint.levels import CheckpointLevel
 from hpcrun.checkpoint.policy.failure_rates import FailureHistory, FailureKind
-from hpcrun.errors import EXIT_NOT_A_NUMBER, HpcrunError, UsageError
+from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.files import read_regular
-from hpcrun.runs.ledger import read_ledger
-from hpcrun.runs.timeline import AttemptTimeline, Record, build_timelines
+from hpcrun.runs.ledger import account_attempts, read_ledger
+from hpcrun.runs.time_account import Fault
+from hpcrun.specs.events.log import EventRecord, read_events
 from hpcrun.specs.identity import check_run_schema
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.load import load_run_job
 from hpcrun.specs.metrics import MetricRecord, SaveMetric, StepMetric, StoredMetric, read_metrics
 from hpcrun.specs.placement import read_placement
-from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import Attempt, RunDir
 
 MAX_HISTORY_RUNS = 200
@@ -71,42 +72,39 @@ def count_run_failures(runs: Iterable[RunDir], cluster: str | None) -> FailureHi
             check_run_schema((run.sweep_of_element or run).path)
             if _cluster_name(run) == cluster and not run.chaos.exists():
                 total += count_attempt_failures(
-                    build_timelines(read_json_lines(run.events), ()),
+                    read_events(run.events),
                     {one.number: _node_count(one) for one in run.attempts()},
                 )
     return total
 
 
-def count_attempt_failures(attempts: Sequence[AttemptTimeline], nodes: Mapping[int, int]) -> FailureHistory:
+def count_attempt_failures(events: Sequence[EventRecord], nodes: Mapping[int, int]) -> FailureHistory:
     """What the attempts of one run went through, on so many nodes each."""
+    account, attempts = account_attempts(events, ())
+    timelines = {attempt.timeline.number: attempt.timeline for attempt in attempts}
     counts: dict[FailureKind, int] = {}
-    node_s, left_out = 0.0, 0
-    for index, attempt in enumerate(attempts):
-        node_s += attempt.length * nodes.get(attempt.number, 1)
-        told = attempt.fault()
-        if told is None:
+    left_out = 0
+    for fault in account.faults:
+        kind = _failure_kind(fault)
+        if fault.cause == "supervisor lost" and not timelines[fault.attempt].is_over:
             # A later attempt shows that this one did not end by itself, and nobody was left to say why.
-            if not attempt.is_over and not attempt.is_good and index < len(attempts) - 1:
-                counts["site"] = counts.get("site", 0) + 1
-            continue
-        kind = _failure_kind(told[1], attempt)
+            kind = "site"
+            if fault.attempt == account.attempt:
+                continue
         if kind is None:
             left_out += 1
         else:
             counts[kind] = counts.get(kind, 0) + 1
+    node_s = math.fsum(timeline.length * nodes.get(number, 1) for number, timeline in timelines.items())
     return FailureHistory(node_s, counts, 1 if attempts else 0, left_out)
 
 
-def _failure_kind(record: Record, attempt: AttemptTimeline) -> FailureKind | None:
+def _failure_kind(fault: Fault) -> FailureKind | None:
     """The kind of a fault; None for one that is the program's own, or no failure at all."""
-    if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER or record.get("kind") in _PROGRAM_FAULTS:
+    if fault.cause == "not a number" or fault.kind in _PROGRAM_FAULTS:
         return None
-    cause = str(record.get("cause") or record.get("event") or "")
-    if cause in ("rank_failed", "rank_ended", "launcher_ended"):
-        return "process"
-    kind = _FAILURE_KINDS.get(cause)
-    nodes = record.get("nodes")
-    return "site" if kind == "node" and isinstance(nodes, list) and len(nodes) > 1 else kind
+    kind = _FAILURE_KINDS.get(fault.cause)
+    return "site" if kind == "node" and len(fault.nodes) > 1 else kind
 
 
 def _node_count(attempt: Attempt) -> int:

@@ -1,7 +1,7 @@
 """The goodput ledger: where the wall time of a run went, in buckets that add up, and what its faults cost.
 
-Each attempt is laid out on a line of its own, by the supervisor's monotonic clock where there is one, and cut
-there; the pieces and the gaps between attempts are the wall time, so nothing is counted twice or forgotten.
+The account of the run (runs/time_account.py) cuts the time. Each attempt is laid out on a line of its own, by
+the supervisor's monotonic clock, so nothing is counted twice or forgotten.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from typing import Any
 
-from hpcrun.errors import EXIT_NOT_A_NUMBER, UsageError
-from hpcrun.runs.timeline import AttemptTimeline, Record, build_timelines, is_valid_count
-from hpcrun.specs.records import read_json, read_json_lines
-from hpcrun.specs.rundir import RunDir
+from hpcrun.errors import UsageError
+from hpcrun.runs.time_account import Fault, TimeAccount
+from hpcrun.runs.timeline import AttemptTimeline, build_timelines
+from hpcrun.specs.events.log import EventRecord, read_events
+from hpcrun.specs.events.supervisor import RelaunchEvent, RequeueEvent
+from hpcrun.specs.metrics import Metric, MetricRecord, StepMetric, read_metrics
+from hpcrun.specs.records import read_json
+from hpcrun.specs.rundir import Attempt, RunDir
 
 LEDGER_BUCKETS: Mapping[str, str] = {
     "productive": "steps that were kept",
@@ -129,17 +132,23 @@ class GoodputLedger:
 
 def read_ledger(run: RunDir, *, now: float | None = None) -> GoodputLedger:
     """The ledger of a run directory; `now`, by the clock of its events, for a run that goes on."""
-    events = list(read_json_lines(run.events))
-    told = {event.get("attempt") for event in events if event.get("event") == "requeue"}
+    events = read_events(run.events)
+    requeued = {record.attempt for record in events if isinstance(record.event, RequeueEvent)}
     for attempt in run.attempts():
-        ended: Record = {}
-        with suppress(UsageError):  # a damaged one says nothing
-            found = read_json(attempt.outcome)
-            ended = found if isinstance(found, dict) else {}
-        if (cause := ended.get("requeued")) and attempt.number not in told:
-            stamp = {"time": ended.get("ended"), "attempt": attempt.number}
-            events.append({**stamp, "event": "requeue", "cause": cause})
-    return compute_ledger(events, read_json_lines(run.metrics), now=now)
+        with suppress(UsageError):  # a damaged outcome says nothing
+            outcome = read_json(attempt.outcome)
+            if attempt.number not in requeued and (requeue := _requeue_of_outcome(outcome, attempt, events)):
+                events.append(requeue)
+    return compute_ledger(events, read_metrics(run), now=now)
+
+
+def _requeue_of_outcome(outcome: Any, attempt: Attempt, events: Sequence[EventRecord]) -> EventRecord | None:
+    """What the outcome of an attempt says of a requeue, where no event does, by the clock of its events."""
+    if not isinstance(outcome, dict) or not (cause := outcome.get("requeued")):
+        return None
+    stamps = [record.stamp for record in events if record.attempt == attempt.number]
+    # The outcome is written with the last event.
+    return EventRecord(stamps[-1], RequeueEvent(str(cause))) if stamps else None
 
 
 def sum_ledgers(ledgers: Iterable[GoodputLedger]) -> GoodputLedger:
@@ -155,143 +164,106 @@ def sum_ledgers(ledgers: Iterable[GoodputLedger]) -> GoodputLedger:
 
 
 def compute_ledger(
-    events: Iterable[Record], metrics: Iterable[Record], *, now: float | None = None
+    events: Iterable[EventRecord], metrics: Iterable[MetricRecord], *, now: float | None = None
 ) -> GoodputLedger:
-    """What the lines of events.jsonl and metrics.jsonl say; lines that make no sense are passed over.
+    """What events.jsonl and metrics.jsonl say.
 
     `now`, by the clock of the events, for a run that goes on; without it the last attempt is taken as over.
     """
-    attempts = build_timelines(events, metrics, now)
-    buckets = dict.fromkeys(LEDGER_BUCKETS, 0.0)
-    if not attempts:
-        return GoodputLedger(buckets)
-    is_counted = any(attempt.steps for attempt in attempts)
-    gaps = _attempt_gaps(attempts, now)
-    _mark_lost_steps(attempts, now)
-    spans = []
-    for index, attempt in enumerate(attempts):
-        is_end = now is None and index == len(attempts) - 1
-        spans.append(attempt.spans(recovers=not is_end, is_counted=is_counted))
-        for name, seconds in spans[-1].items():
-            buckets[name] += seconds
-    for name, seconds in gaps:
-        buckets[name] += seconds
-    lines = [line for attempt in attempts for line in attempt.steps]
-    spares = [one.spares_left for one in attempts if one.spares_left is not None]
+    account, attempts = account_attempts(events, metrics, now)
+    kept_s, lost_s, lost_steps = _judge_steps(attempts, now)
+    buckets = {name: account.buckets.get(name, 0.0) for name in LEDGER_BUCKETS}
+    buckets |= {"productive": kept_s, "lost": lost_s}
+    lost_of = {attempt.timeline.number: len(attempt.steps) - attempt.kept_count for attempt in attempts}
     return GoodputLedger(
         buckets,
         len(attempts),
-        len({line.step for line in lines if not line.is_lost}),
-        sum(line.is_lost for line in lines),
-        tuple(_fault_costs(attempts, gaps, [one["detection"] for one in spans], now)),
-        spares[-1] if spares else None,
+        len({step for attempt in attempts for step, _ in attempt.steps if step <= attempt.kept}),
+        lost_steps,
+        tuple(_fault_cost(fault, lost_of[fault.attempt]) for fault in account.faults),
+        next((one.spares_left for one in reversed(attempts) if one.spares_left is not None), None),
     )
 
 
-def _attempt_gaps(attempts: Sequence[AttemptTimeline], now: float | None) -> list[tuple[str, float]]:
-    """The gap after each attempt; the last one's reaches until now."""
-    gaps = [
-        (after.gap_bucket_before(before), max(0.0, after.begin - before.end))
-        for before, after in pairwise(attempts)
-    ]
-    last = attempts[-1]
-    if now is not None and last.is_over:
-        name = "queued" if "requeue" in last.marks else "recovery" if last.is_failed else "other"
-        gaps.append((name, max(0.0, now - last.end)))
-    elif now is not None:
-        last.extend(now)
-    return gaps
+@dataclass
+class AccountedAttempt:
+    """An attempt and its steps: of each its number, and the seconds that were counted as its own."""
+
+    timeline: AttemptTimeline
+    steps: list[tuple[int, float]]
+    spares_left: int | None = None
+    """As its newest relaunch says."""
+    kept: float = math.inf
+    """The last step that was kept, as later attempts show."""
+
+    @property
+    def kept_count(self) -> int:
+        """How many of the steps were kept."""
+        return sum(step <= self.kept for step, _ in self.steps)
 
 
-def _mark_lost_steps(attempts: Sequence[AttemptTimeline], now: float | None) -> None:
-    """Steps that a later attempt began before, and those that died with their ranks, are lost."""
+def account_attempts(
+    events: Iterable[EventRecord], metrics: Iterable[MetricRecord], now: float | None = None
+) -> tuple[TimeAccount, list[AccountedAttempt]]:
+    """The account of all attempts, each placed on one line by the better of its clocks."""
+    account, attempts = TimeAccount(), list[AccountedAttempt]()
+    base, before = 0.0, None
+    for timeline in build_timelines(events, metrics, now):
+        for event in timeline.before:
+            account.take_event(event, timeline.number, account.last)
+        if before is not None:
+            base += before.length + max(0.0, timeline.begin - before.end)
+        if not timeline.has_launch:
+            account.start_attempt(timeline.number, base)
+        attempt = AccountedAttempt(timeline, [])
+        for place, record in timeline.records():
+            if isinstance(record, Metric):
+                own_s = account.take_metric(record, timeline.number, base + place)
+                if isinstance(record, StepMetric):
+                    attempt.steps.append((record.step, own_s))
+            else:
+                account.take_event(record, timeline.number, base + place)
+        relaunches = [event for event in timeline.events if isinstance(event, RelaunchEvent)]
+        attempt.spares_left = relaunches[-1].spares_left if relaunches else None
+        attempts.append(attempt)
+        before = timeline
+    account.finish(None if now is None or before is None else base + before.place_of_time(now))
+    return account, attempts
+
+
+def _judge_steps(attempts: Sequence[AccountedAttempt], now: float | None) -> tuple[float, float, int]:
+    """The seconds of steps that were kept and lost, and how many were lost.
+
+    Steps that a later attempt began before, and those that died with their ranks, are lost.
+    """
     saved = 0
     for index, attempt in enumerate(attempts):
-        later = [one.start for one in attempts[index + 1 :] if one.start is not None]
-        saved = max(saved, attempt.saved_step)
-        is_alive = attempt.is_good or (now is not None and index == len(attempts) - 1 and not attempt.is_over)
-        if later:
-            kept = min(later)
-        elif is_alive:
-            continue
-        else:
-            kept = max(saved, attempt.start or 0)
-        for line in attempt.steps:
-            line.is_lost = line.step > kept
+        timeline = attempt.timeline
+        starts = [later.timeline.start for later in attempts[index + 1 :] if later.timeline.start is not None]
+        saved = max(saved, timeline.saved_step)
+        goes_on = now is not None and index == len(attempts) - 1 and not timeline.is_over
+        if starts:
+            attempt.kept = min(starts)
+        elif not timeline.is_good and not goes_on:
+            attempt.kept = max(saved, timeline.start or 0)
+    steps = [(step <= attempt.kept, own_s) for attempt in attempts for step, own_s in attempt.steps]
+    kept_s = math.fsum(own_s for is_kept, own_s in steps if is_kept)
+    lost_s = math.fsum(own_s for is_kept, own_s in steps if not is_kept)
+    return kept_s, lost_s, sum(not is_kept for is_kept, _ in steps)
 
 
-def _fault_costs(
-    attempts: Sequence[AttemptTimeline],
-    gaps: Sequence[tuple[str, float]],
-    detection: Sequence[float],
-    now: float | None,
-) -> list[FaultCost]:
-    begins = [0.0]
-    for attempt, (_, gap) in zip(attempts, gaps, strict=False):
-        begins.append(begins[-1] + attempt.length + gap)
-    found = []
-    for index, attempt in enumerate(attempts):
-        told = attempt.fault()
-        goes_on = now is not None and index == len(attempts) - 1
-        if told is None and (goes_on or attempt.is_over or attempt.is_good):
-            continue
-        at, record = told or (attempt.length, {})
-        found.append(
-            FaultCost(
-                attempt.number,
-                _fault_cause(attempt, record),
-                str(record.get("message") or record.get("why") or attempt.exit.get("message") or ""),
-                _fault_node(record),
-                record.get("rank") if is_valid_count(record.get("rank")) else None,
-                detection[index],
-                _recovery_seconds(attempts, gaps, begins, index, at),
-                sum(line.is_lost for line in attempt.steps),
-            )
-        )
-    return found
-
-
-def _fault_cause(attempt: AttemptTimeline, record: Record) -> str:
-    if record.get("event") == "fault":
-        return str(record.get("cause") or "unknown")
-    if attempt.exit.get("exit_code") == EXIT_NOT_A_NUMBER:
-        return "not a number"
-    if record.get("event") in ("node_lost", "hang"):
-        return str(record["event"]).replace("_", " ")
-    if record:
-        return "crash"
-    if not attempt.is_over:
-        return "supervisor lost"
-    return "hang" if "ranks_connected" in attempt.marks else "not started"
-
-
-def _recovery_seconds(
-    attempts: Sequence[AttemptTimeline],
-    gaps: Sequence[tuple[str, float]],
-    begins: Sequence[float],
-    index: int,
-    at: float,
-) -> float | None:
-    """From a fault in one attempt to the first step beyond all before; None where a person came between."""
-    reached = max((line.step for one in attempts[: index + 1] for line in one.steps), default=0)
-    for later in range(index + 1, len(attempts)):
-        if gaps[later - 1][0] == "stopped":
-            return None
-        for line in attempts[later].steps:
-            if line.step > reached:
-                place = min(line.at, attempts[later].length)
-                return max(0.0, begins[later] + place - begins[index] - at)
-    return None
+def _fault_cost(fault: Fault, steps_lost: int) -> FaultCost:
+    return FaultCost(
+        fault.attempt,
+        fault.cause,
+        fault.message,
+        ",".join(fault.nodes) or None,
+        fault.rank,
+        fault.detection_s,
+        fault.recovery_s,
+        steps_lost,
+    )
 
 
 def _mean_or_none(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
-
-
-def _fault_node(record: Record) -> str | None:
-    """The node of a fault; of several, all."""
-    nodes = record.get("nodes")
-    if isinstance(nodes, list) and nodes:
-        return ",".join(map(str, nodes))
-    node = record.get("node")
-    return node if isinstance(node, str) else None

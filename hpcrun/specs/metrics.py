@@ -36,7 +36,7 @@ class Metric:
         """Whether the step is in the run directory now."""
         return False
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """What it says, in one line; empty where it is not worth one."""
         return ""
 
@@ -48,7 +48,7 @@ class UnknownMetric(Metric):
     kind: str
     values: Mapping[str, Any]
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Every field as it is."""
         return " ".join([self.kind, *(f"{name}={value}" for name, value in self.values.items())])
 
@@ -62,7 +62,7 @@ class StartMetric(Metric):
     reason: str
     """Why the ranks compute on this device."""
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Where training begins."""
         return f"goes on after step {self.step}" if self.step else "begins with the first step"
 
@@ -101,7 +101,7 @@ class EvalMetric(Metric):
         """All of it."""
         return self.seconds
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """The loss."""
         loss = "not a number" if self.eval_loss is None else f"{self.eval_loss:.4f}"
         return f"step {self.step}: eval loss {loss}"
@@ -122,7 +122,7 @@ class RestoreMetric(Metric):
         """All of it."""
         return self.seconds
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Only what was passed over is worth a line."""
         return f"goes back to step {self.step}: {'; '.join(self.passed_over)}" if self.passed_over else ""
 
@@ -145,7 +145,7 @@ class WeightsMetric(Metric):
     notes: Texts
     """What config.json and tensors disagree about."""
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Where they are from, and what is to be said of them."""
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
         hashes = "hashes checked" if self.is_hashed else "no SHA256SUMS beside them"
@@ -175,7 +175,7 @@ class SaveMetric(Metric):
         """A copy in memory is not."""
         return self.level == "durable"
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Only of a save into the run directory."""
         return f"step {self.step}: saved in {self.seconds:.1f} s" if self.is_durable_save else ""
 
@@ -203,7 +203,7 @@ class StoredMetric(Metric):
         """Whether this level is the run directory."""
         return self.level == "durable"
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Only of levels that last."""
         if self.level in _QUIET_LEVELS:
             return ""
@@ -218,7 +218,7 @@ class SaveFailedMetric(Metric):
     level: str
     why: str
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Which level, and why."""
         return f"step {self.step}: was not saved ({self.level}): {self.why}"
 
@@ -231,7 +231,7 @@ class SaveStalledMetric(Metric):
     seconds: Seconds
     why: str
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Which level, and for what."""
         return f"step {self.step}: is held up ({self.level}): {self.why}"
 
@@ -242,7 +242,7 @@ class SaveSkippedMetric(Metric):
 
     why: str
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """Why."""
         return f"step {self.step}: is not saved, the save before is still being stored ({self.why})"
 
@@ -253,7 +253,7 @@ class SaveUnchangedMetric(Metric):
 
     why: str
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """A warning."""
         return f"step {self.step}: warning: {self.why}"
 
@@ -267,7 +267,7 @@ class SaveIntervalMetric(Metric):
     flush_s: Seconds
     why: str
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """The interval, and why it is that."""
         return f"saves are {format_duration(self.every_s)} apart from now on: {self.why}"
 
@@ -284,7 +284,7 @@ class FlushMetric(Metric):
     seconds: Seconds
     """Since the save was begun."""
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """How much is written, and where it goes."""
         levels, size = ", ".join(self.levels), self.size_bytes
         if not size:
@@ -339,9 +339,9 @@ class MetricRecord:
         """The kind of the line."""
         return metric_kind(self.metric)
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         """What it says, in one line, with what a newer version added."""
-        text = self.metric.describe()
+        text = str(self.metric)
         extra = ", ".join(f"{name}={value}" for name, value in self.extra.items())
         return f"{text} ({extra})" if text and extra else text
 

@@ -193,10 +193,10 @@ def _fault_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
         for key, count in (none | tally.restarts).items():
             cause, _, level = key.rpartition("/")
             restarts.add_metric([one.run, cause, level], count)
-        for cause, count in (dict.fromkeys(_KNOWN_CAUSES, 0) | tally.faults).items():
+        for cause, count in (dict.fromkeys(_KNOWN_CAUSES, 0) | tally.fault_counts).items():
             faults.add_metric([one.run, cause], count)
-        detection.add_metric([one.run], tally.detections, tally.detection_s)
-        recovery.add_metric([one.run], tally.recoveries, tally.recovery_s)
+        detection.add_metric([one.run], len(tally.faults), tally.detection_s)
+        recovery.add_metric([one.run], len(tally.recoveries_s), sum(tally.recoveries_s))
     yield from (restarts, faults, detection, recovery)
 
 

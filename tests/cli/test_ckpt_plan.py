@@ -17,8 +17,8 @@ from hpcrun.formulas import model_parameters
 from hpcrun.specs.load import load_job
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.shipped import shipped_file
+from tests.runs.made_runs import undisturbed
 from tests.runs.test_history import write
-from tests.runs.test_ledger import undisturbed
 
 LAMA = [
     *("parallel.dp_replicate=8", "train.gbs=512", "resources.nodes=8", "checkpoint.memory=2"),

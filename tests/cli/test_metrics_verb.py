@@ -11,6 +11,7 @@ from hpcrun.cli.main import main
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
+from tests.event_lines import event_line
 from tests.metric_lines import metric_line
 
 Capture = pytest.CaptureFixture[str]
@@ -27,7 +28,7 @@ def done(run: RunDir) -> RunDir:
     run.spec.write_text("name: r\n")
     lines = [metric_line("step", step, time=4.0 + step) for step in (1, 2)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + "torn")
-    run.events.write_text(json.dumps({"time": 1.0, "attempt": 1, "event": "launch"}) + "\n")
+    run.events.write_text(json.dumps(event_line("launch", 1.0)) + "\n")
     write_json(run.exit, {"status": "done", "exit_code": 0, "message": "done at step 2"})
     return run
 

@@ -14,10 +14,12 @@ from hpcrun.errors import UsageError
 from hpcrun.runs.event_text import EventFormatter, EventLine, follow_events, format_events
 from hpcrun.runs.follow import PollIntervals
 from hpcrun.specs.events.log import parse_event
+from hpcrun.specs.metrics import parse_metric
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from tests.event_lines import event_line
+from tests.metric_lines import metric_line
 
 Record = dict[str, Any]
 T0 = 1_800_000_000.0
@@ -28,7 +30,7 @@ def event(at: float, name: str, attempt: int = 1, **values: Any) -> Record:
 
 
 def line(at: float, kind: str, step: int, attempt: int = 1, **more: Any) -> Record:
-    return {"time": T0 + at, "attempt": attempt, "kind": kind, "step": step, **more}
+    return metric_line(kind, step, attempt=attempt, time=T0 + at, **more)
 
 
 def ended(at: float, rank: int, status: int | None, attempt: int = 1) -> Record:
@@ -73,7 +75,7 @@ TOLD = [
     (1, "ranks connected after 7.1 s"),
     (1, "begins with the first step"),
     (1, "SIGUSR1: save"),
-    (1, "step 20 saved in 0.2 s"),
+    (1, "step 20: saved in 0.2 s"),
     (1, f"rank 3 on n02 was killed by signal 9 (SIGKILL) {BEFORE}; ranks 0-2,4,6-7 ended after it"),
     (1, "could not be ended: rank 5 on n03"),
     (1, "failed: rank 3 on node n02 was killed"),
@@ -93,7 +95,7 @@ TOLD = [
 def tell(
     formatter: EventFormatter, events: Iterable[Record], metrics: Iterable[Record] = ()
 ) -> list[EventLine]:
-    return formatter.tell(map(parse_event, events), metrics)
+    return formatter.tell(map(parse_event, events), map(parse_metric, metrics))
 
 
 def nodes(attempt: int) -> list[str]:

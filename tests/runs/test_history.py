@@ -16,7 +16,6 @@ from hpcrun.runs.history import (
     measure_metric_records,
     measure_runs,
 )
-from hpcrun.runs.timeline import build_timelines
 from hpcrun.specs.load import load_job, render_job
 from hpcrun.specs.metrics import MetricRecord
 from hpcrun.specs.placement import Placement, write_placement
@@ -24,12 +23,11 @@ from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.shipped import shipped_file
 from tests.metric_lines import metric_record
-from tests.runs.test_ledger import Run, relaunched, requeued, undisturbed
+from tests.runs.made_runs import Run, relaunched, requeued, undisturbed
 
 
 def seen_by(run: Run, nodes: int = 4) -> FailureHistory:
-    attempts = build_timelines(run.events, run.metrics)
-    return count_attempt_failures(attempts, {one.number: nodes for one in attempts})
+    return count_attempt_failures(run.event_records, dict.fromkeys(range(9), nodes))
 
 
 def failing(**fault: Any) -> Run:

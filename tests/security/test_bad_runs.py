@@ -18,6 +18,7 @@ from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenan
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import all_runs, create_run
 from hpcrun.specs.rundir import RunDir
+from tests.event_lines import event_line
 from tests.metric_lines import metric_line
 
 T0 = 1_700_000_000.0
@@ -42,12 +43,12 @@ def make_run(name: str) -> RunDir:
     write_json(attempt.result, {"status": "done", "step": 1})
     write_json(attempt.settings, {})
     events = [
-        {"event": "launch", "attempt": 1, "time": T0 + 1, "nodes": ["n1"]},
-        {"event": "ranks_connected", "attempt": 1, "time": T0 + 2},
-        {"event": "exit", "attempt": 1, "time": T0 + 9, "exit_code": 0, "status": "done"},
+        event_line("launch", T0 + 1, ranks=1),
+        event_line("ranks_connected", T0 + 2),
+        event_line("exit", T0 + 9, status="done"),
     ]
     run.events.write_text("".join(json.dumps(one) + "\n" for one in events))
-    run.chaos.write_text(json.dumps({"time": T0 + 3, "text": "x", "node": "n", "did": "struck"}) + "\n")
+    run.chaos.write_text(json.dumps(event_line("chaos", T0 + 3, text="x", node="n")) + "\n")
     steps = [metric_line("step", step, time=T0 + step) for step in (1, 2)]
     run.metrics.write_text("".join(json.dumps(one) + "\n" for one in steps))
     (run.submitit).mkdir()

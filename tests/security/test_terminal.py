@@ -16,6 +16,7 @@ from hpcrun.specs.identity import RUN_SCHEMA_VERSION
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
+from tests.event_lines import event_line
 from tests.metric_lines import metric_line
 
 NASTY = (
@@ -62,13 +63,12 @@ def hostile(runs_root: Path) -> RunDir:
     write_json(attempt.outcome, {"status": "failed", "message": ALL})
     write_json(run.exit, {"status": "failed", "exit_code": 5, "message": f"a\n{ALL}", "attempt": 1})
     attempt.log(0).write_bytes(f"\x1b[32mgreen {ALL}\n10 %\r20 %\n".encode(errors="replace") + b"\x9b\n")
-    stamp = {"time": time.time(), "monotonic": 1.0, "attempt": 1}
-    events: list[dict[str, Any]] = [
-        {"event": "launch", "ranks": 1},
-        {"event": "fault", "message": ALL, "nodes": [ALL]},
-        {"event": ALL},
+    events = [
+        event_line("launch", time.time(), ranks=1),
+        event_line("fault", time.time(), message=ALL, nodes=[ALL]),
+        event_line(ALL, time.time()),
     ]
-    run.events.write_text("".join(json.dumps({**stamp, **one}) + "\n" for one in events))
+    run.events.write_text("".join(json.dumps(one) + "\n" for one in events))
     run.metrics.write_text(json.dumps(metric_line("start", device_name=ALL, reason=ALL)) + "\n")
     for name in (*NASTY[:15], "line\nbreak"):
         other = RunDir(run.path.parent / name.replace("/", "_"))

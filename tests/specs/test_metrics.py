@@ -77,12 +77,12 @@ def test_what_a_newer_writer_adds_is_kept_and_shown() -> None:
     record = parse_metric(line)
     assert record.extra == {"newer": {"a": 1}}
     assert record.as_json() == line
-    assert record.describe() == "step 3: eval loss 1.5000 (newer={'a': 1})"
+    assert str(record) == "step 3: eval loss 1.5000 (newer={'a': 1})"
     unknown = metric_line("sync", 3, place="n01", seconds=2)
     record = parse_metric(unknown)
     assert record.metric == UnknownMetric(3, "sync", {"step": 3, "place": "n01", "seconds": 2})
     assert record.as_json() == unknown
-    assert record.describe() == "sync step=3 place=n01 seconds=2"
+    assert str(record) == "sync step=3 place=n01 seconds=2"
     assert parse_metric({"attempt": 1, "time": 1, "kind": "x", "step": "odd"}).metric.step == 0
 
 
@@ -184,7 +184,7 @@ def test_people_read_what_is_safe_what_failed_and_how_far_it_is(
     kind: str, fields: dict[str, Any], text: str, is_durable: bool
 ) -> None:
     line = metric(kind, 7, **fields)
-    assert line.describe() == text
+    assert str(line) == text
     assert line.is_durable_save is is_durable
 
 

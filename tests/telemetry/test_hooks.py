@@ -19,7 +19,7 @@ from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.hooks import Hooks, StateChanges
 from tests.event_lines import event_line
-from tests.runs.test_ledger import Run
+from tests.runs.made_runs import Run
 
 APPEND = ["sh", "-c", 'cat >> "$0"; echo "$HPCRUN_HOOK_STATE $HPCRUN_HOOK_ATTEMPT $PWD" >> "$0.env"']
 Make = Callable[..., Hooks]

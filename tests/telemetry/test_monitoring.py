@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from hpcrun.runs.checkpoint_stats import CheckpointStats, LevelStats
+from hpcrun.runs.time_account import BUCKETS
 from hpcrun.specs.shipped import shipped_file
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, metric_samples
-from hpcrun.telemetry.run_counters import BADPUT_BUCKETS, TELEMETRY_STATES, RunCounters
+from hpcrun.telemetry.run_counters import TELEMETRY_STATES, RunCounters
 
 _METRIC = re.compile(r"\b(?:hpcrun|node|up)_[a-z_]+\b")
 _LABEL = re.compile(r'(\w+)(=~|!~|!=|=)"([^"]*)"')
@@ -60,7 +61,7 @@ def test_every_figure_that_is_shown_or_watched_exists(text: str) -> None:
     assert {name for name, _, _ in _LABEL.findall(text)} <= labels
     for opening, closing in ("()", "[]", "{}"):
         assert text.count(opening) == text.count(closing)
-    values = {"state": TELEMETRY_STATES, "bucket": BADPUT_BUCKETS, "role": ("active", "spare", "excluded")}
+    values = {"state": TELEMETRY_STATES, "bucket": BUCKETS, "role": ("active", "spare", "excluded")}
     for name, _, value in _LABEL.findall(text):
         if name in values:
             assert set(value.split("|")) <= set(values[name])

@@ -22,8 +22,9 @@ from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.prometheus_exporter import Exporter, read_run_metrics
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, render_exposition
+from tests.event_lines import event_line
 from tests.metric_lines import metric_line
-from tests.telemetry.test_run_counters import three_attempts, write
+from tests.runs.made_runs import three_attempts, write
 
 ABOUT = {"run": "r-1", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 2}
 ORDERS: dict[str, Any] = {
@@ -203,8 +204,7 @@ def test_a_file_for_the_node_exporter_stays_when_the_run_is_over(
 def test_a_run_that_is_queued_again_leaves_no_file_here(run: RunDir, make: Make, tmp_path: Path) -> None:
     exporter = make(textfile=str(tmp_path))
     with run.events.open("a") as file:
-        moment = {"time": time.time(), "attempt": 3}
-        file.write(json.dumps({**moment, "event": "requeue", "cause": "preemption"}) + "\n")
+        file.write(json.dumps(event_line("requeue", time.time(), 3, cause="preemption")) + "\n")
     exporter.turn()
     exporter.close()
     assert not list(tmp_path.glob("*.prom"))

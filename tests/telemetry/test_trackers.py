@@ -19,6 +19,7 @@ from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.shared_files import SharedFile
 from hpcrun.telemetry.trackers import ScalarReader, TensorBoard, Wandb, metric_scalars
+from tests.event_lines import event_line
 from tests.metric_lines import metric, metric_line
 
 ABOUT = {"run": "r-1", "name": "r", "slurm_job": "17", "host": "n01", "ranks": 4}
@@ -137,7 +138,7 @@ def test_wandb_is_told_step_by_step_under_one_id(run: RunDir, wandb: Path) -> No
     write(run, *steps(1, 2), metric_line("eval", 2, eval_loss=9.0))
     sink.turn()
     with run.events.open("a") as file:
-        file.write(json.dumps({"time": 20.0, "attempt": 1, "event": "requeue", "cause": "preemption"}) + "\n")
+        file.write(json.dumps(event_line("requeue", 20.0, cause="preemption")) + "\n")
     sink.close()
     init, first, second, *ends = told(wandb)
     assert init["env"] == {"WANDB_API_KEY": "k3y", "WANDB_BASE_URL": "http://here"}
