@@ -78,6 +78,7 @@ def hostile(runs_root: Path) -> RunDir:
     return run
 
 
+@pytest.mark.process
 def test_no_verb_passes_on_what_a_terminal_obeys(
     hostile: RunDir, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
