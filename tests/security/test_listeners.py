@@ -308,7 +308,7 @@ class AtProgress:
 
     def right(self, one: socket.socket) -> bytes:
         # Wrong in two ways: one change alone does not make it right.
-        return b'{"rank": 7, "section": 5, "step": 3, "longest": {}}\n'
+        return b'{"rank": 7, "section": 5, "step": 3, "longest_s": {}, "can_dump": true, "probe_s": 1}\n'
 
     def serves(self) -> None:
         self._step += 1
@@ -609,7 +609,7 @@ def test_another_user_of_the_node_reaches_no_unix_socket() -> None:
         for _ in range(50):
             with at.open() as one, contextlib.suppress(ConnectionError):
                 one.settimeout(20)
-                one.send(b'{"rank": 0, "section": "step", "step": 9, "longest": {}}')
+                one.send(at.right(one).replace(b"7", b"0").replace(b"5", b'"step"'))
                 assert one.recv(1) == b""
 
     heard: list[Any] = []

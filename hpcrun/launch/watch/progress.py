@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hpcrun.launcher_world import rank_from_environment
+from hpcrun.messages.authentication import is_counting_number
 from hpcrun.messages.listeners import own_user_peer_pid
+from hpcrun.typed_json import Count, Seconds, render_typed
 
 PROGRESS_SOCKET_VARIABLE = "HPCRUN_PROGRESS"
 """Name of the node's socket (Linux's abstract ones, without the zero), set in every rank."""
@@ -28,8 +29,24 @@ MAX_PROGRESS_BYTES = 4096
 WARM_UP_STEPS = 3
 """So many steps of an attempt say nothing about how long one takes: caches fill, kernels are compiled."""
 _RECONNECT_S = 1.0
+_MAX_SECTION_LENGTH = 40
 _MIN_INTERVAL_S = 0.05
 """Steps that are shorter than this are not told one by one."""
+
+
+@dataclass(frozen=True)
+class ProgressMessage:
+    """Where a rank is."""
+
+    rank: Count
+    section: str
+    step: Count | None
+    longest_s: dict[str, Seconds]
+    """The longest time that each section has taken since the last message."""
+    can_dump: bool
+    """It writes its stacks on DUMP_SIGNAL."""
+    probe_s: Seconds | None
+    """What a fixed piece of work took."""
 
 
 class ProgressReporter:
@@ -70,7 +87,7 @@ class ProgressReporter:
 
     def report(self, section: str, step: int | None = None, *, probe_s: float | None = None) -> None:
         """From now on the rank is in this section; `probe_s`: what a fixed piece of work took."""
-        now = time.monotonic()
+        now, section = time.monotonic(), section[:_MAX_SECTION_LENGTH]
         self._record_section_time(now)
         if section == "step":
             self._steps += 1
@@ -83,11 +100,11 @@ class ProgressReporter:
             self._connect()
         if self._socket is None:
             return
-        message: dict[str, Any] = {"rank": self._rank, "section": section, "step": step}
-        message |= {"longest": self._longest, "dump": self._dump, "probe_s": probe_s}
+        step = step if is_counting_number(step) else None
+        message = ProgressMessage(self._rank, section, step, self._longest, self._dump, probe_s)
         # Whoever does not read has enough of them; the next one tells the same.
         with contextlib.suppress(OSError):
-            self._socket.send(json.dumps(message).encode()[:MAX_PROGRESS_BYTES])
+            self._socket.send(render_typed(message).encode()[:MAX_PROGRESS_BYTES])
             self._told_section, self._told, self._longest = section, now, {}
 
     def close(self) -> None:

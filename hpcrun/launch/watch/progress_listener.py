@@ -7,14 +7,13 @@ import os
 import socket
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, TypeGuard
 
 from hpcrun.launch.attempt_events import RankProgress
-from hpcrun.launch.watch.progress import MAX_PROGRESS_BYTES
-from hpcrun.messages.authentication import is_counting_number
+from hpcrun.launch.watch.progress import MAX_PROGRESS_BYTES, ProgressMessage
 from hpcrun.messages.lines import parse_json_line
 from hpcrun.messages.listeners import accept_own_user
 from hpcrun.process import ProcessHandle, identify_process
+from hpcrun.typed_json import WrongValue, parse_typed
 
 _BACKLOG = 1024
 _MAX_MESSAGES = 4096
@@ -118,25 +117,16 @@ class ProgressListener:
 
     def _parse(self, speaker: _ProgressConnection, data: bytes) -> RankProgress | None:
         """The message, where it is one of a rank that belongs here."""
-        message = parse_json_line(data)
-        if message is None:
+        try:
+            message = parse_typed(ProgressMessage, parse_json_line(data))
+        except WrongValue:
             return None
-        rank = message.get("rank")
-        if not is_counting_number(rank) or rank not in self._expected:
+        if message.rank not in self._expected:
             return None
-        section, step, longest = message.get("section"), message.get("step"), message.get("longest")
-        if not isinstance(section, str) or not isinstance(longest, dict):
-            return None
-        speaker.rank, speaker.dumps = rank, message.get("dump") is True
-        times = {str(name)[:40]: float(took) for name, took in longest.items() if _is_seconds(took)}
-        probe = message.get("probe_s")
+        speaker.rank, speaker.dumps = message.rank, message.can_dump
+        probes = [] if message.probe_s is None else [message.probe_s]
         return RankProgress(
-            rank,
-            self._node,
-            section[:40],
-            step if is_counting_number(step) else None,
-            times,
-            [float(probe)] if _is_seconds(probe) else [],
+            message.rank, self._node, message.section, message.step, message.longest_s, probes
         )
 
 
@@ -148,7 +138,3 @@ def _merge_progress(first: RankProgress, second: RankProgress) -> RankProgress:
     }
     probes = first.probes_s + second.probes_s
     return RankProgress(second.rank, second.node, second.section, second.step, longest, probes)
-
-
-def _is_seconds(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e9
