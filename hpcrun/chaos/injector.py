@@ -190,7 +190,7 @@ def _rank_process_tree(run: RunDir, order: Mapping[str, Any], rank: int) -> list
             " have overwritten it, as with setproctitle); it is left alone"
         )
     below = [one for one in process.descendants(top) if _belongs_to_attempt(attempt, one)]
-    if not (attempt.path / "rank.sh").exists():
+    if not attempt.rank_script.exists():
         return [top, *below]
     if not below:
         raise TargetGoneError(f"rank {rank} of {run.id}: its program has ended already")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hpcrun.errors import UsageError
-from hpcrun.launch.node_environment import node_table_path, render_node_table
+from hpcrun.launch.node_environment import render_node_table
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.placement import Placement
@@ -54,7 +54,7 @@ def choose_comm_settings(
         if lost.value != lost.ours:
             note(str(lost))
     write_comm_settings(attempt.settings, settings)
-    write_atomically(node_table_path(attempt), render_node_table(settings, placement))
+    write_atomically(attempt.node_table, render_node_table(settings, placement))
     return settings.environment()
 
 

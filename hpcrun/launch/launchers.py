@@ -185,7 +185,7 @@ class MpirunLauncher:
 
     def start(self, launch: LaunchRequest, nodes: Nodes) -> subprocess.Popen[bytes]:
         """Start the ranks, each where its line of the rank file says."""
-        ranks = launch.attempt.path / "ranks.txt"
+        ranks = launch.attempt.rank_file
         lines = (f"rank {rank}={node} slot=*\n" for rank, node in enumerate(launch.placement.ranks))
         ranks.write_text("".join(lines))
         argv = [self._mpirun, "-n", str(launch.ranks), "--rankfile", str(ranks)]

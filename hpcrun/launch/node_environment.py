@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from pathlib import Path
 from typing import Any
 
 from hpcrun.specs.placement import Placement
@@ -13,11 +12,6 @@ from hpcrun.specs.settings import CommSettings
 
 BINDING_VARIABLES = ("HPCRUN_CPUS", "HPCRUN_NIC", "HPCRUN_GPU_UUID")
 """What a program's rank finds of its binding: its CPUs, the adapter and the GPU that are near to them."""
-
-
-def node_table_path(attempt: Attempt) -> Path:
-    """A line a value: node or `rank:N`, variable, value there, value elsewhere. rank.sh reads it too."""
-    return attempt.path / "settings.tsv"
 
 
 def render_node_table(settings: CommSettings, placement: Placement | None = None) -> str:
@@ -42,7 +36,7 @@ def apply_node_environment(
     """Set what holds on this node, unless somebody has set it differently; what was set, for its record."""
     node = (node or os.uname().nodename).partition(".")[0]
     try:
-        lines = node_table_path(attempt).read_text(encoding="utf-8").splitlines()
+        lines = attempt.node_table.read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     done = {}

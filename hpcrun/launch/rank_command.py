@@ -135,7 +135,7 @@ def rank_command(
         python = spec.python or "python3" if in_container else sys.executable
         # -P: a file of the user's that is called like a module must not become that module.
         return (*prefix, python, "-P", "-m", "hpcrun", "_rank", str(attempt.run.path), str(attempt.number))
-    script = attempt.path / "rank.sh"
+    script = attempt.rank_script
     write_atomically(script, _render_rank_script(attempt, placement))
     return ("/bin/sh", str(script), *prefix, *spec.command)
 

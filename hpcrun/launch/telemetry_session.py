@@ -130,7 +130,7 @@ def _sidecar_configs(
             "suffix": cluster.network.fabric_suffix if cluster else "",
         }
     if targets.tensorboard:
-        place = run.path / "tensorboard"
+        place = run.tensorboard
         if isinstance(targets.tensorboard, str):
             place = Path(_expand_path(targets.tensorboard) or "") / run.shared_name
         orders["tensorboard"] = {"directory": str(place)}

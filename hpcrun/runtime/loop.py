@@ -85,7 +85,7 @@ class Trainer:
         self._attempt, self._files = attempt.number, attempt
         self._metrics = JsonLineWriter(attempt.run.metrics) if control.rank == 0 else None
         self._speed = SpeedProbe(device)
-        self._profiler = StepProfiler(job.train.profile, attempt.path / "profile", control.rank)
+        self._profiler = StepProfiler(job.train.profile, attempt.profile, control.rank)
         self._clock: dict[str, float] = {}
         self._saved_step = self._first_step = 0
         peak = device.peak_flops(job.train.precision)

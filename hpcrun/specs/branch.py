@@ -78,14 +78,14 @@ def _read_job_record(owner: RunDir) -> dict[str, object]:
 
 def _element_runs(owner: RunDir) -> Iterator[RunDir]:
     with suppress(FileNotFoundError, NotADirectoryError):
-        for name in sorted(os.listdir(owner.path / "elements")):  # noqa: PTH208 - names alone
+        for name in sorted(os.listdir(owner.elements)):  # noqa: PTH208 - names alone
             if name.isdecimal() and name.isascii():
                 yield owner.element(int(name))
 
 
 def _remove_process_files(part: RunDir) -> None:
     """Remove what leads to the processes, sockets and secrets of the other run."""
-    paths = [part.leader, part.lease, part.lock, part.wish, part.path / "submission.lock"]
+    paths = [part.leader, part.lease, part.lock, part.wish, part.submission_lock]
     paths += part.telemetry.glob("*.json")
     for attempt in part.attempts():
         paths += [attempt.supervisor, attempt.peers, attempt.restore]

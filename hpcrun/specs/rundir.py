@@ -137,9 +137,24 @@ class RunDir:
         """What those beside the run (metrics, hooks) are told, remember and print; absent without them."""
         return self.path / "telemetry"
 
+    @property
+    def tensorboard(self) -> Path:
+        """Event files for TensorBoard, unless the job names another place for them."""
+        return self.path / "tensorboard"
+
+    @property
+    def submission_lock(self) -> Path:
+        """Locked while the run is submitted."""
+        return self.path / "submission.lock"
+
+    @property
+    def elements(self) -> Path:
+        """The runs of a sweep's elements, a directory each."""
+        return self.path / "elements"
+
     def element(self, number: int) -> RunDir:
         """The run of one element of a sweep, counted from 0."""
-        return RunDir(self.path / "elements" / str(number))
+        return RunDir(self.elements / str(number))
 
     @property
     def lock(self) -> Path:
@@ -260,6 +275,26 @@ class Attempt:
     def hosts(self) -> Path:
         """The node of each rank, a line a rank, for launchers."""
         return self.path / "hosts"
+
+    @property
+    def node_table(self) -> Path:
+        """A line a value: node or `rank:N`, variable, value there, value elsewhere; rank.sh reads it too."""
+        return self.path / "settings.tsv"
+
+    @property
+    def rank_file(self) -> Path:
+        """The node of each rank, in the form of Open MPI's rank files."""
+        return self.path / "ranks.txt"
+
+    @property
+    def rank_script(self) -> Path:
+        """Starts a rank of a command of the user's own."""
+        return self.path / "rank.sh"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of the profiler, where the job asks for them."""
+        return self.path / "profile"
 
     @property
     def outcome(self) -> Path:

@@ -157,7 +157,7 @@ def _submission_lock(resumed: RunDir | None) -> Iterator[None]:
         return
     run = resumed.sweep_of_element or resumed
     text = f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
-    with run_lock.hold_lock_file(run, run.path / "submission.lock", lambda: UsageError(text)):
+    with run_lock.hold_lock_file(run, run.submission_lock, lambda: UsageError(text)):
         yield
 
 
@@ -232,7 +232,7 @@ def _write_run_files(job: PreparedSubmission, run: RunDir) -> None:
 def _write_element_files(job: PreparedSubmission, run: RunDir) -> None:
     if job.resume is None:
         write_sweep(run, [one.overrides for one in job.resolved.elements])
-        (run.path / "elements").mkdir(mode=0o700)
+        run.elements.mkdir(mode=0o700)
     for number in job.elements:
         element = run.element(number)
         for folder in (element.path, element.checkpoints):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.launch.comm_settings import choose_comm_settings
-from hpcrun.launch.node_environment import apply_node_environment, node_table_path, render_node_table
+from hpcrun.launch.node_environment import apply_node_environment, render_node_table
 from hpcrun.launch.rank_command import rank_command
 from hpcrun.specs.cluster import ClusterSpec, parse_cluster
 from hpcrun.specs.job import JobSpec
@@ -71,7 +71,7 @@ def test_what_the_job_unsets_is_not_set_in_its_place(attempt: Attempt) -> None:
     assert choose_comm_settings(attempt, job(NCCL_IB_TC=None), network, Placement(NODES), {}) == {
         "NCCL_IB_HCA": "=mlx5_0"
     }
-    assert "NCCL_IB_TC" not in node_table_path(attempt).read_text()
+    assert "NCCL_IB_TC" not in attempt.node_table.read_text()
     site = network.model_copy(update={"env": {"NCCL_IB_TC": None}})
     two = JobSpec.model_validate({"command": ["true"], "resources": {"nodes": 2}})
     assert preview_job_settings(two, site, {}).environment() == {"NCCL_IB_HCA": "=mlx5_0"}
@@ -124,7 +124,7 @@ def test_what_is_wrong_costs_the_settings_and_not_the_job(
 ) -> None:
     assert choose_comm_settings(attempt, job(), cluster(network), Placement(nodes), {}) == {}
     assert any(text.startswith(note) for text in read_json(attempt.settings)["notes"])
-    assert node_table_path(attempt).read_text() == ""
+    assert attempt.node_table.read_text() == ""
 
 
 def test_an_interface_is_judged_only_where_this_is_one_of_the_nodes(attempt: Attempt) -> None:
@@ -148,11 +148,11 @@ def test_values_by_node_come_from_the_doctor_s_reports(attempt: Attempt, tmp_pat
     assert choose_comm_settings(attempt, job(), profile, Placement(NODES), {}) == {
         "NCCL_IB_HCA": "=mlx5_0,mlx5_1"
     }
-    assert node_table_path(attempt).read_text() == "n2\tNCCL_IB_HCA\t=mlx5_0\t=mlx5_0,mlx5_1\n"
+    assert attempt.node_table.read_text() == "n2\tNCCL_IB_HCA\t=mlx5_0\t=mlx5_0,mlx5_1\n"
     assert advise_job(job(), profile, ("n1", "n3")).by_node == {}
     assert list(advise_job(job(), profile, ("n1", "n2.some.domain")).by_node) == ["n2"]
     choose_comm_settings(attempt, job(NCCL_IB_HCA="mlx5"), profile, Placement(NODES), {})
-    assert node_table_path(attempt).read_text() == ""
+    assert attempt.node_table.read_text() == ""
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def by_node(node: str, value: str = "=a b;$(touch x)") -> CommSettings:
 def test_a_node_s_own_values_reach_programs_and_our_ranks(
     attempt: Attempt, node: str, environ: dict[str, str], hca: str, index: str
 ) -> None:
-    node_table_path(attempt).write_text(render_node_table(by_node(f"{node}.some.domain")))
+    attempt.node_table.write_text(render_node_table(by_node(f"{node}.some.domain")))
     attempt.hosts.write_text(f"{os.uname().nodename}\n")
     program = ["sh", "-c", 'printf "%s|%s" "$NCCL_IB_HCA" "$NCCL_IB_GID_INDEX"']
     words = rank_command(attempt, JobSpec(command=program), Placement((os.uname().nodename,)), {})
@@ -241,7 +241,7 @@ def test_gloo_is_given_the_interface_that_others_reach(attempt: Attempt) -> None
 
     assert given({"n1": "eth0", "n2": "eth0"}) == "eth0"
     assert given({"n1": "eth0", "n2": "ens3"}) == "n1=eth0 n2=ens3"
-    assert "n2\tGLOO_SOCKET_IFNAME\tens3\t\n" in node_table_path(attempt).read_text()
+    assert "n2\tGLOO_SOCKET_IFNAME\tens3\t\n" in attempt.node_table.read_text()
     # What the profile, the job or the shell names stands, and one node needs none.
     assert given({"n1": "eth0", "n2": "eth0"}, "{interface: ib7}") == "ib7"
     assert given({"n1": "eth0", "n2": "eth0"}, GLOO_SOCKET_IFNAME="eth5") == ""

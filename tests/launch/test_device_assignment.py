@@ -24,7 +24,7 @@ from hpcrun.fabric.inventory import (
 )
 from hpcrun.fabric.node_topology import format_cpu_list, parse_cpu_list
 from hpcrun.launch.device_assignment import BindingInputs, assign_devices, binding_inputs
-from hpcrun.launch.node_environment import node_table_path, render_node_table
+from hpcrun.launch.node_environment import render_node_table
 from hpcrun.launch.rank_command import rank_command
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
@@ -270,7 +270,7 @@ def run_script(
 ) -> tuple[int, str]:
     """Start a rank of a program as the launcher would; its exit code and what it printed."""
     placed = replace(Placement((HERE,), bindings=(binding,)), bound_by=bound_by)
-    node_table_path(attempt).write_text(render_node_table(CommSettings(), placed))
+    attempt.node_table.write_text(render_node_table(CommSettings(), placed))
     attempt.hosts.write_text(f"{HERE}\n")
     words = rank_command(attempt, JobSpec(command=list(PROGRAM)), placed, {})
     environ = {"PATH": path or os.environ["PATH"], "PMI_RANK": "0"}

@@ -239,7 +239,7 @@ def test_a_full_disk_is_one_line(slurm: Fake, runs_root: Path, monkeypatch: pyte
     assert runs(runs_root) == [run.id]
     with pytest.raises(SiteError, match="No space left on device"):
         handed_over(SubmissionRequest(resume=run))
-    assert [path for path in sorted(run.path.rglob("*")) if path.name != "submission.lock"] == before
+    assert [path for path in sorted(run.path.rglob("*")) if path != run.submission_lock] == before
 
 
 def test_a_root_that_cannot_be_used_is_not_made(
