@@ -355,6 +355,14 @@ def parent_of(pid: int) -> int | None:
     return int(fields[1]) if fields else None
 
 
+def ancestors() -> Iterator[int]:
+    """The processes that this one comes from, its parent first; not init."""
+    pid = os.getppid()
+    while pid > 1:
+        yield pid
+        pid = parent_of(pid) or 0
+
+
 def _pids() -> list[int]:
     return [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
 

@@ -25,6 +25,7 @@ LEVELS = (
         "masking",
         "mesh",
         "process",
+        "mounts",
         "shm_segments",
         "typed_json",
         "units",
@@ -58,7 +59,7 @@ RESTRICTED = {
 DEFERRED_ONLY = {("numpy", "checkpoint"), ("numpy", "planner")}
 
 FOLDERS = {
-    "checkpoint": (("parity", "objects", "lustre"), ("flush", "policy"), ("restore",)),
+    "checkpoint": (("parity", "objects", "lustre"), ("policy",), ("flush",), ("restore",)),
     "specs": (("events",),),
     "launch": (("watch", "failover"), ("agents",), ("checkpointing",)),
     "tuning": (("registry", "model"), ("lint", "log"), ("policy",), ("host",)),

@@ -1,4 +1,4 @@
-"""A file without a name that takes a file system's room; whatever ends its process gives the room back."""
+"""A file without a name that takes a file system's space; the end of its process gives the space back."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from types import TracebackType
 from typing import Self
 
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.mounts import find_mount
 
 _CHUNK_BYTES = 2**30
 _MIN_CHUNK_BYTES = 4096
 _NODE_FILESYSTEMS = ("tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay")
-"""File systems that stand on one node; of others, nobody here knows who else is hurt."""
+"""File systems of one node; others may be shared by other nodes."""
 
 
 class DiskFiller:
-    """Takes the room of the file system of a directory, inside the block.
+    """Takes the free space of the file system of a directory, inside the block.
 
-    UsageError for a file system that also holds the run, or that others may share, unless with `force`.
+    UsageError for a file system that also holds the run or that others may share, unless `force` is set.
     """
 
     def __init__(self, where: Path, run: Path, *, force: bool) -> None:
         if not where.is_dir():
             raise UsageError(f"{where}: is no directory on {os.uname().nodename}")
-        kind = _filesystem_type(where.stat().st_dev)
-        self.told = f"a file system of type {kind or 'unknown'}"
+        kind = find_mount(where).kind
+        self.description = f"a file system of type {kind or 'unknown'}"
         if not force and where.stat().st_dev == run.stat().st_dev:
             raise UsageError(
                 f"{where}: is on the file system that holds the run ({run}); name a node's scratch or tmpfs,"
@@ -36,8 +37,8 @@ class DiskFiller:
             )
         if not force and kind not in _NODE_FILESYSTEMS:
             raise UsageError(
-                f"{where}: is {self.told}, which other nodes may share; name a node's scratch or tmpfs, or"
-                " use --force"
+                f"{where}: is {self.description}, which other nodes may share; name a node's scratch or"
+                " tmpfs, or use --force"
             )
         try:
             self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115 - see __exit__
@@ -48,11 +49,11 @@ class DiskFiller:
         return self
 
     def fill(self, leave_bytes: int, is_over: Callable[[], bool]) -> int:
-        """Take all but the last of it, a piece at a time; how much was taken, which a quota may bound."""
-        room = os.fstatvfs(self._file.fileno())
-        ahead, taken, piece = room.f_bavail * room.f_frsize - leave_bytes, 0, _CHUNK_BYTES
-        while ahead > taken and piece >= _MIN_CHUNK_BYTES and not is_over():
-            size = min(piece, ahead - taken)
+        """Take all but the last bytes, piece by piece; return the bytes taken, which a quota may limit."""
+        status = os.fstatvfs(self._file.fileno())
+        free, taken, piece = status.f_bavail * status.f_frsize - leave_bytes, 0, _CHUNK_BYTES
+        while free > taken and piece >= _MIN_CHUNK_BYTES and not is_over():
+            size = min(piece, free - taken)
             try:
                 os.posix_fallocate(self._file.fileno(), taken, size)
                 taken += size
@@ -66,13 +67,3 @@ class DiskFiller:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
-
-
-def _filesystem_type(device: int) -> str | None:
-    """The type of the file system of a device, as the kernel lists it; None where it does not."""
-    name = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
-        mount, _, described = line.partition(" - ")
-        if mount.split()[2:3] == [name]:
-            return described.split()[0]
-    return None

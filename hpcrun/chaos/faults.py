@@ -1,10 +1,10 @@
-"""The faults that one can rehearse, as values: what each takes, and all that is wrong with one asked for."""
+"""The faults that can be injected, as values: what each takes, and all that is wrong with one asked for."""
 
 from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -12,11 +12,10 @@ from hpcrun.errors import SpecProblem, UsageError
 from hpcrun.units import parse_memory, parse_time
 
 _DAY_S = 86400.0
-_DEFAULT_LEAVE = "1M"
 
 
 class FaultKind(NamedTuple):
-    """What a fault strikes, which keys it takes besides its victim, and which of them have no default."""
+    """What a fault hits, which keys it takes besides its target, and which of them have no default."""
 
     at: Literal["rank", "node", "run"]
     takes: tuple[str, ...] = ()
@@ -37,17 +36,17 @@ FAULT_KINDS = {
 
 @dataclass(frozen=True)
 class InjectedFault:
-    """One fault, asked for; without rank and node the victim is chosen at random, by the seed."""
+    """One fault that was asked for; without rank and node the seed chooses its target."""
 
     do: str
     rank: int | None = None
     node: str | None = None
     seed: int | None = None
-    signal: signal.Signals = signal.SIGKILL
+    signal: int = signal.SIGKILL
     for_s: float | None = None
-    """After this time it is undone; None where it is not."""
+    """After this time it is undone; None: it is not undone."""
     share: float = 0.5
-    """Of the time, which `slow` takes from the ranks."""
+    """The share of time that `slow` takes from the ranks."""
     where: str = ""
     """The directory that `fill-disk` fills, up to the last `leave_mib`."""
     leave_mib: int = 1
@@ -55,88 +54,55 @@ class InjectedFault:
 
     @property
     def kind(self) -> FaultKind:
-        """What it strikes."""
+        """What it hits, and the keys that it takes."""
         return FAULT_KINDS[self.do]
 
     @property
     def is_random(self) -> bool:
-        """Whether its victim is still to be chosen."""
+        """Whether its target is still to be chosen."""
         return self.kind.at != "run" and self.rank is None and self.node is None
 
 
 def parse_fault(values: Mapping[str, Any]) -> tuple[InjectedFault | None, list[SpecProblem]]:
-    """A fault from plain values (do, rank, random, signal, for, …), or all that is wrong with them."""
+    """Parse a fault from plain values (do, rank, random, signal, for, …), or list all that is wrong."""
     do = values.get("do")
     if do not in FAULT_KINDS:
-        found = "is missing" if do is None else f"{do!r} is no fault"
-        return None, [SpecProblem("do", f"{found}; there are: {', '.join(FAULT_KINDS)}")]
+        problem = "is missing" if do is None else f"{do!r} is no fault"
+        return None, [SpecProblem("do", f"{problem}; there are: {', '.join(FAULT_KINDS)}")]
     kind = FAULT_KINDS[do]
     given = {key: value for key, value in values.items() if value is not None and value is not False}
     allowed = {"do", *kind.takes, *(() if kind.at == "run" else (kind.at, "random", "seed"))}
+    names = ", ".join(sorted(allowed - {"do"})) or "nothing"
     problems = [
-        SpecProblem(
-            key, f"is nothing that {do} takes; it takes: {', '.join(sorted(allowed - {'do'})) or 'nothing'}"
-        )
+        SpecProblem(key, f"is nothing that {do} takes; it takes: {names}")
         for key in given
         if key not in allowed
     ]
     problems += [SpecProblem(key, f"is missing, which {do} needs") for key in kind.needs if key not in given]
-    problems += _check_victim(kind, given)
-    read: dict[str, Any] = {}
-    for key, value in given.items():
-        if key in allowed and key in _FIELD_PARSERS:
-            try:
-                read.update(_FIELD_PARSERS[key](value))
-            except UsageError as error:
-                problems.append(SpecProblem(key, str(error).removeprefix(f"{key}: ")))
-    return (None, problems) if problems else (InjectedFault(do, **read), [])
+    problems += _check_target(kind, given)
+    fields: dict[str, Any] = {}
+    for key in given.keys() & allowed & _FIELD_PARSERS.keys():
+        name, parse = _FIELD_PARSERS[key]
+        try:
+            fields[name] = parse(given[key])
+        except UsageError as error:
+            problems.append(SpecProblem(key, str(error).removeprefix(f"{key}: ")))
+    return (None, problems) if problems else (InjectedFault(do, **fields), [])
 
 
-def _check_victim(kind: FaultKind, given: Mapping[str, Any]) -> list[SpecProblem]:
+def _check_target(kind: FaultKind, given: Mapping[str, Any]) -> list[SpecProblem]:
     if kind.at == "run":
         return []
     if (kind.at in given) == ("random" in given):
-        one = "give only one of them" if kind.at in given else "say which, or take one at random"
-        return [SpecProblem(kind.at, f"{one}: {kind.at} or random")]
+        advice = "give only one of them" if kind.at in given else "say which, or take one at random"
+        return [SpecProblem(kind.at, f"{advice}: {kind.at} or random")]
     if "seed" in given and "random" not in given:
         return [SpecProblem("seed", "is for random; give both, or neither")]
     return []
 
 
-def _parse_rank(value: Any) -> dict[str, Any]:
-    if not _is_whole_number(value) or value < 0:
-        raise UsageError(f"{value!r} is no rank; ranks count from 0")
-    return {"rank": value}
-
-
-def _parse_node(value: Any) -> dict[str, Any]:
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"{value!r} is no node's name")
-    return {"node": value}
-
-
-def _parse_seed(value: Any) -> dict[str, Any]:
-    if not _is_whole_number(value):
-        raise UsageError(f"{value!r} is no whole number")
-    return {"seed": value}
-
-
-def _parse_signal(value: Any) -> dict[str, Any]:
-    name = f"SIG{str(value).upper().removeprefix('SIG')}"
-    if name in ("SIGSTOP", "SIGCONT"):
-        raise UsageError(f"for {name} there are stop-rank and resume-rank")
-    try:
-        return {"signal": signal.Signals[name]}
-    except KeyError:
-        raise UsageError(f"{value!r} is no signal; write a name such as KILL, TERM, SEGV or BUS") from None
-
-
-def _parse_for(value: Any) -> dict[str, Any]:
-    return {"for_s": parse_fault_seconds(value, "for")}
-
-
 def parse_fault_seconds(value: Any, where: str) -> float:
-    """Seconds of a time such as 30s; UsageError where it is none, or longer than a day."""
+    """Parse a time such as 30s into seconds; UsageError if it is none, or longer than a day."""
     if not isinstance(value, str):
         raise UsageError(f"{where}: {value!r} has no unit; write 30s or 5m")
     limit = parse_time(value, where)
@@ -145,38 +111,86 @@ def parse_fault_seconds(value: Any, where: str) -> float:
     return limit.seconds
 
 
-def _parse_share(value: Any) -> dict[str, Any]:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise UsageError(f"{value!r} is no share; write a number between 0 and 1, such as 0.5")
-    return {"share": float(value)}
+def _parse_signal(value: Any) -> int:
+    name = f"SIG{str(value).upper().removeprefix('SIG')}"
+    if name in ("SIGSTOP", "SIGCONT"):
+        raise UsageError(f"for {name} there are stop-rank and resume-rank")
+    try:
+        return signal.Signals[name]
+    except KeyError:
+        raise UsageError(f"{value!r} is no signal; write a name such as KILL, TERM, SEGV or BUS") from None
 
 
-def _parse_where(value: Any) -> dict[str, Any]:
-    if not isinstance(value, str) or not value.startswith("/"):
-        raise UsageError(f"{value!r} is no absolute path of a directory")
-    return {"where": value}
+def _value_parser(is_allowed: Callable[[Any], bool], problem: str) -> Callable[[Any], Any]:
+    def parse(value: Any) -> Any:
+        if isinstance(value, bool) or not is_allowed(value):
+            raise UsageError(f"{value!r} {problem}")
+        return value
+
+    return parse
 
 
-def _parse_leave(value: Any) -> dict[str, Any]:
-    return {"leave_mib": parse_memory(str(value), "leave")}
-
-
-def _parse_force(value: Any) -> dict[str, Any]:
-    return {"force": bool(value)}
-
-
-def _is_whole_number(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-_FIELD_PARSERS = {
-    "rank": _parse_rank,
-    "node": _parse_node,
-    "seed": _parse_seed,
-    "signal": _parse_signal,
-    "for": _parse_for,
-    "share": _parse_share,
-    "where": _parse_where,
-    "leave": _parse_leave,
-    "force": _parse_force,
+_FIELD_PARSERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "rank": (
+        "rank",
+        _value_parser(lambda value: isinstance(value, int) and value >= 0, "is no rank; ranks count from 0"),
+    ),
+    "node": (
+        "node",
+        _value_parser(lambda value: isinstance(value, str) and value != "", "is no node's name"),
+    ),
+    "seed": ("seed", _value_parser(lambda value: isinstance(value, int), "is no whole number")),
+    "signal": ("signal", _parse_signal),
+    "for": ("for_s", lambda value: parse_fault_seconds(value, "for")),
+    "share": (
+        "share",
+        _value_parser(
+            lambda value: isinstance(value, int | float) and 0 < value < 1,
+            "is no share; write a number between 0 and 1, such as 0.5",
+        ),
+    ),
+    "where": (
+        "where",
+        _value_parser(
+            lambda value: isinstance(value, str) and value.startswith("/"),
+            "is no absolute path of a directory",
+        ),
+    ),
+    "leave": ("leave_mib", lambda value: parse_memory(str(value), "leave")),
+    "force": ("force", bool),
 }
+"""The field of each key, and what parses its value."""
+
+
+@dataclass(frozen=True)
+class SupervisorProcess:
+    """The supervisor of a run, as its record names it."""
+
+    host: str
+    pid: int
+    start_ticks: int
+    slurm_job: int | None = None
+
+
+@dataclass(frozen=True)
+class InjectionOrder:
+    """The order to the process on the target's node, as JSON on its command line."""
+
+    fault: InjectedFault
+    attempt: int
+    ranks: tuple[int, ...]
+    supervisor: SupervisorProcess
+
+
+@dataclass(frozen=True)
+class InjectionReport:
+    """One line that this process prints: the fault is injected, removed, or refused."""
+
+    kind: Literal["injected", "filled", "removed", "refused"]
+    text: str
+    time: float
+    monotonic: float
+    pids: tuple[int, ...] = ()
+    exit_code: int = 0
+    is_gone: bool = False
+    """Of a refusal: the target is not there, or not yet."""

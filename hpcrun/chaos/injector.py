@@ -1,7 +1,8 @@
-"""What a rehearsal does on a node: it finds processes of one run, proves that they are, and strikes them.
+"""Injects a fault on a node: finds the processes of one run, proves that they are its own, and acts on them.
 
-It is the internal verb `_chaos`: it says on standard output, a JSON object a line, when it strikes and when
-it has undone that. What lasts is undone as soon as its standard input ends: whoever has started it is gone.
+This is the internal verb `_chaos`. It reports on standard output, a JSON object a line, when the fault is
+injected and when it is removed. A lasting fault is removed as soon as standard input ends: the sender is gone
+then.
 """
 
 from __future__ import annotations
@@ -12,99 +13,237 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from hpcrun import process
 from hpcrun.chaos.disk_filler import DiskFiller
-from hpcrun.errors import HpcrunError, UsageError
+from hpcrun.chaos.faults import InjectionOrder, InjectionReport
+from hpcrun.errors import EXIT_SITE, HpcrunError, UsageError
 from hpcrun.process import ProcessHandle, ProcessId
 from hpcrun.specs.records import read_json
 from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_ID_VARIABLE
-from hpcrun.specs.rundir import Attempt, RunDir
+from hpcrun.specs.rundir import RunDir
+from hpcrun.typed_json import dump_typed, parse_typed
 from hpcrun.units import format_bytes
 
 _PERIOD_S = 0.002
-"""How often slowed ranks are stopped: whatever takes a millisecond on a node that is well feels its share."""
+"""How often slowed ranks are stopped: work of a millisecond must feel its share too."""
 _LOOK_S = 2.0
 _ROUNDS = 5
+_NODE = os.uname().nodename
 
 
 class TargetGoneError(UsageError):
-    """The victim is not there any more, or not yet."""
+    """The target is not there any more, or not yet."""
 
 
-def execute_injection(run: RunDir, order: Mapping[str, Any]) -> int:
-    """Carry out one order; a refusal is said on standard output as well, and is the exit code."""
-    # Slurm's signals to the steps of a job are meant for the ranks; an end has to undo what was done.
+def execute_injection(run: RunDir, order: str) -> int:
+    """Carry out one order, an InjectionOrder in JSON, and return the exit code; a refusal is reported too."""
+    # Slurm's signals to the steps of a job are meant for the ranks; SIGTERM and the like must remove the
+    # fault.
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-        _INJECTIONS[order["do"]](run, order)
+        injector = _Injector(run, parse_typed(InjectionOrder, json.loads(order)))
+        _INJECTIONS[injector.fault.do](injector)
     except HpcrunError as error:
         _report("refused", str(error), exit_code=error.exit_code, is_gone=isinstance(error, TargetGoneError))
         return error.exit_code
     except OSError as error:
-        _report("refused", f"{error.filename or 'strike'}: {error.strerror or error}", exit_code=3)
-        return 3
+        text = f"{error.filename or 'strike'}: {error.strerror or error}"
+        _report("refused", text, exit_code=EXIT_SITE)
+        return EXIT_SITE
     return 0
 
 
-def _kill_rank(run: RunDir, order: Mapping[str, Any]) -> None:
-    number = signal.Signals(order["signal"])
-    with _open_handles(_rank_process_tree(run, order, order["rank"])) as handles:
-        _report("injected", f"{number.name} to rank {order['rank']}", handles)
-        _signal_all(handles, number)
+class _Injector:
+    """One fault on this node: what it does, and how its processes are found."""
 
+    def __init__(self, run: RunDir, order: InjectionOrder) -> None:
+        self.fault = order.fault
+        self._run, self._order, self._attempt = run, order, run.attempt(order.attempt)
 
-def _stop_rank(run: RunDir, order: Mapping[str, Any]) -> None:
-    rank, lasts_s = order["rank"], order["for_s"]
-    with _open_handles(_rank_process_tree(run, order, rank)) as handles:
-        _report("injected", f"SIGSTOP to rank {rank}", handles)
+    def kill_rank(self) -> None:
+        """Send the fault's signal to a rank."""
+        self._signal_rank(signal.Signals(self.fault.signal))
+
+    def resume_rank(self) -> None:
+        """Let a stopped rank go on."""
+        self._signal_rank(signal.SIGCONT)
+
+    def _signal_rank(self, number: signal.Signals) -> None:
+        with _open_handles(self._rank_processes(self._order.ranks[0])) as handles:
+            _report("injected", f"{number.name} to rank {self._order.ranks[0]}", _pids(handles))
+            _signal_all(handles, number)
+
+    def stop_rank(self) -> None:
+        """Stop a rank, for a time or until it is resumed."""
+        rank, lasts_s = self._order.ranks[0], self.fault.for_s
+        with _open_handles(self._rank_processes(rank)) as handles:
+            _report("injected", f"SIGSTOP to rank {rank}", _pids(handles))
+            try:
+                _stop_processes(handles, lambda: self._rank_processes(rank))
+                if lasts_s is not None:
+                    _wait(lasts_s)
+            finally:
+                if lasts_s is not None:
+                    self._resume_ranks()
+            if lasts_s is not None:
+                _report("removed", f"SIGCONT to rank {rank}")
+
+    def slow_node(self) -> None:
+        """Stop the ranks of the node for a share of every short period."""
+        share, ranks = self.fault.share, self._order.ranks
+        names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        targets = self._processes_of_ranks()
+        if not targets:
+            raise TargetGoneError(f"no rank of {self._run.id} runs on {_NODE} any more")
+        _report("injected", f"takes {share:.0%} of the time from {names}", [target.pid for target in targets])
+        end = time.monotonic() + (self.fault.for_s or 0.0)
         try:
-            _stop_processes(handles, lambda: _rank_process_tree(run, order, rank))
-            if lasts_s is not None:
-                _wait(lasts_s)
+            while targets and time.monotonic() < end:
+                with _open_handles(targets) as handles:
+                    if _pause_for_share(share, handles, min(end, time.monotonic() + _LOOK_S)):
+                        break
+                targets = self._processes_of_ranks()
         finally:
-            if lasts_s is not None:
-                _resume_ranks(run, order, [rank])
-        if lasts_s is not None:
-            _report("removed", f"SIGCONT to rank {rank}")
+            self._resume_ranks()
+        _report("removed", f"leaves {names} alone")
+
+    def kill_agent(self) -> None:
+        """Kill the agent of this node."""
+        self._kill(self._agents(), "the agent", f"no agent of {self._run.id} runs")
+
+    def kill_supervisor(self) -> None:
+        """Kill the supervisor."""
+        self._kill(self._supervisors(), "the supervisor", f"the supervisor of {self._run.id} does not run")
+
+    def kill_node(self) -> None:
+        """Kill all of the run on this node at once, the agent first: nothing may report how the rest died."""
+        candidates = [*self._guardians(), *self._supervisors(), *self._agents()]
+        candidates += [child for top in list(candidates) for child in process.descendants(top)]
+        candidates += process.processes_with_env(RUN_ID_VARIABLE, self._run.run_id)
+        ours = {os.getpid(), *process.ancestors()}
+        targets = [
+            candidate
+            for candidate in dict.fromkeys(candidates)
+            if candidate.pid not in ours and _is_own_process(candidate)
+        ]
+        self._kill(targets, f"all of the run on {_NODE}", f"nothing of {self._run.id} runs")
+
+    def _kill(self, targets: Sequence[ProcessId], what: str, absent: str) -> None:
+        if not targets:
+            raise TargetGoneError(f"{absent} on {_NODE} any more")
+        _report("injected", f"SIGKILL to {what}", [target.pid for target in targets])
+        process.kill_processes(targets)
+
+    def fill_disk(self) -> None:
+        """Fill a file system of the node for a time."""
+        where = Path(self.fault.where)
+        with DiskFiller(where, self._run.path, force=self.fault.force) as filler:
+            _report("injected", f"fills {where} ({filler.description})")
+            taken = filler.fill(self.fault.leave_mib * 2**20, lambda: _wait(0))
+            _report("filled", f"took {format_bytes(taken)} of {where}")
+            _wait(self.fault.for_s or 0.0)
+        _report("removed", f"gives {where} back")
+
+    def _rank_processes(self, rank: int) -> list[ProcessId]:
+        """Return the processes of a rank, parents first; UsageError if they are gone or not the run's.
+
+        For a command these are the program, without the script around it that reports how the program ended.
+        """
+        record, who = read_json(self._attempt.rank_record(rank)) or {}, f"rank {rank} of {self._run.id}"
+        if record.get("node") != _NODE:
+            raise TargetGoneError(f"{who} has not come up on {_NODE}")
+        top = ProcessId(record["pid"], record["start_ticks"])
+        if not process.is_alive(top):
+            raise TargetGoneError(f"{who} has ended already (pid {top.pid})")
+        if not self._belongs_to_attempt(top):
+            raise UsageError(
+                f"{who}: pid {top.pid} does not carry the run's mark in its environment (it may have"
+                " overwritten it, as with setproctitle); it is left alone"
+            )
+        below = [child for child in process.descendants(top) if self._belongs_to_attempt(child)]
+        if not self._attempt.rank_script.exists():
+            return [top, *below]
+        if not below:
+            raise TargetGoneError(f"{who}: its program has ended already")
+        return below
+
+    def _processes_of_ranks(self) -> list[ProcessId]:
+        """The processes of all ranks of the order that still run."""
+        processes: list[ProcessId] = []
+        for rank in self._order.ranks:
+            with suppress(UsageError):
+                processes += self._rank_processes(rank)
+        return processes
+
+    def _resume_ranks(self) -> None:
+        with _open_handles(self._processes_of_ranks()) as handles:
+            _signal_all(handles, signal.SIGCONT)
+
+    def _belongs_to_attempt(self, candidate: ProcessId) -> bool:
+        marks = process.read_initial_environment(candidate.pid)
+        expected = (self._run.run_id, str(self._attempt.number))
+        return (
+            _is_own_process(candidate)
+            and (marks.get(RUN_ID_VARIABLE), marks.get(ATTEMPT_VARIABLE)) == expected
+        )
+
+    def _agents(self) -> list[ProcessId]:
+        """The agent of this node, known by its command line and its job."""
+        agents = []
+        for candidate, words in process.command_lines():
+            verb = next((place for place, word in enumerate(words) if word == "_agent"), 0)
+            if verb >= 2 and words[verb - 2 : verb] == ["-m", "hpcrun"] and words[verb + 1 :]:
+                with suppress(OSError):
+                    is_ours = os.path.samefile(words[verb + 1], self._run.path)  # noqa: PTH121 - any text
+                    if is_ours and self._belongs_to_job(candidate):
+                        agents.append(candidate)
+        return agents
+
+    def _supervisors(self) -> list[ProcessId]:
+        """The supervisor, if it is a process of this node."""
+        supervisor = self._order.supervisor
+        identity = ProcessId(supervisor.pid, supervisor.start_ticks)
+        return [identity] if supervisor.host == _NODE and self._belongs_to_job(identity) else []
+
+    def _guardians(self) -> list[ProcessId]:
+        """In a batch job, the process that would start another supervisor."""
+        commands = dict(process.command_lines())
+        parents = [
+            process.identify_process(process.parent_of(supervisor.pid) or 0)
+            for supervisor in self._supervisors()
+        ]
+        return [parent for parent in parents if parent is not None and "_task" in commands.get(parent, ())]
+
+    def _belongs_to_job(self, candidate: ProcessId) -> bool:
+        job = self._order.supervisor.slurm_job
+        is_of_job = job is None or process.read_initial_variable(candidate.pid, "SLURM_JOB_ID") == str(job)
+        return is_of_job and _is_own_process(candidate)
 
 
-def _resume_rank(run: RunDir, order: Mapping[str, Any]) -> None:
-    with _open_handles(_rank_process_tree(run, order, order["rank"])) as handles:
-        _report("injected", f"SIGCONT to rank {order['rank']}", handles)
-        _signal_all(handles, signal.SIGCONT)
-
-
-def _slow_node(run: RunDir, order: Mapping[str, Any]) -> None:
-    """Stop the ranks of the node for a share of every short period."""
-    share, ranks = order["share"], order["ranks"]
-    found = _rank_process_trees(run, order, ranks)
-    if not found:
-        raise TargetGoneError(f"no rank of {run.id} runs on {_local_node()} any more")
-    _report("injected", f"takes {share:.0%} of the time from {_format_ranks(ranks)}", found)
-    end = time.monotonic() + order["for_s"]
-    try:
-        while found and time.monotonic() < end:
-            with _open_handles(found) as handles:
-                if _pause_for_share(share, handles, min(end, time.monotonic() + _LOOK_S)):
-                    break
-            found = _rank_process_trees(run, order, ranks)
-    finally:
-        _resume_ranks(run, order, ranks)
-    _report("removed", f"leaves {_format_ranks(ranks)} alone")
+_INJECTIONS: dict[str, Callable[[_Injector], None]] = {
+    "kill-rank": _Injector.kill_rank,
+    "stop-rank": _Injector.stop_rank,
+    "resume-rank": _Injector.resume_rank,
+    "kill-agent": _Injector.kill_agent,
+    "vanish": _Injector.kill_node,
+    "slow": _Injector.slow_node,
+    "fill-disk": _Injector.fill_disk,
+    "kill-supervisor": _Injector.kill_supervisor,
+}
 
 
 def _pause_for_share(share: float, handles: Sequence[ProcessHandle], until: float) -> bool:
-    """Take this share of the time from them; True when our input has ended.
+    """Take this share of the time from them; return True when our input has ended.
 
-    We may come late to either end of a slice: what was taken too much or too little is made up for.
+    Either end of a slice may come late: what was taken too much or too little is made up for.
     """
     begin, taken = time.monotonic(), 0.0
     while (now := time.monotonic()) < until:
@@ -121,151 +260,17 @@ def _pause_for_share(share: float, handles: Sequence[ProcessHandle], until: floa
     return False
 
 
-def _kill_agent(run: RunDir, order: Mapping[str, Any]) -> None:
-    agents = _find_agents(run, order)
-    if not agents:
-        raise TargetGoneError(f"no agent of {run.id} runs on {_local_node()} any more")
-    _report("injected", "SIGKILL to the agent", agents)
-    process.kill_processes(agents)
-
-
-def _kill_node(run: RunDir, order: Mapping[str, Any]) -> None:
-    """All of the run on this node at once, the agent first: nobody is to tell how the others died."""
-    found = [*_find_guardian(order), *_find_supervisor(order), *_find_agents(run, order)]
-    found += [one for top in list(found) for one in process.descendants(top)]
-    found += process.processes_with_env(RUN_ID_VARIABLE, run.run_id)
-    ours = {os.getpid(), *_ancestors()}
-    all_of_it = [one for one in dict.fromkeys(found) if one.pid not in ours and _is_own_process(one)]
-    if not all_of_it:
-        raise TargetGoneError(f"nothing of {run.id} runs on {_local_node()} any more")
-    _report("injected", f"SIGKILL to all of the run on {_local_node()}", all_of_it)
-    process.kill_processes(all_of_it)
-
-
-def _kill_supervisor(run: RunDir, order: Mapping[str, Any]) -> None:
-    found = _find_supervisor(order)
-    if not found:
-        raise TargetGoneError(f"the supervisor of {run.id} does not run on {_local_node()} any more")
-    _report("injected", "SIGKILL to the supervisor", found)
-    process.kill_processes(found)
-
-
-def _fill_disk(run: RunDir, order: Mapping[str, Any]) -> None:
-    where = Path(order["where"])
-    with DiskFiller(where, run.path, force=order["force"]) as filler:
-        _report("injected", f"fills {where} ({filler.told})")
-        taken = filler.fill(order["leave_mib"] * 2**20, lambda: _wait(0))
-        _report("filled", f"took {format_bytes(taken)} of {where}", taken_bytes=taken)
-        _wait(order["for_s"])
-    _report("removed", f"gives {where} back")
-
-
-_INJECTIONS: dict[str, Callable[[RunDir, Mapping[str, Any]], None]] = {
-    "kill-rank": _kill_rank,
-    "stop-rank": _stop_rank,
-    "resume-rank": _resume_rank,
-    "kill-agent": _kill_agent,
-    "vanish": _kill_node,
-    "slow": _slow_node,
-    "fill-disk": _fill_disk,
-    "kill-supervisor": _kill_supervisor,
-}
-
-
-def _rank_process_tree(run: RunDir, order: Mapping[str, Any], rank: int) -> list[ProcessId]:
-    """The processes of a rank, parents first; UsageError where it is gone, or its pid is not the run's.
-
-    Of a command it is the program, and not the script before it that tells how the program has ended.
-    """
-    attempt = run.attempt(order["attempt"])
-    record = read_json(attempt.rank_record(rank)) or {}
-    if record.get("node") != _local_node():
-        raise TargetGoneError(f"rank {rank} of {run.id} has not come up on {_local_node()}")
-    top = ProcessId(record["pid"], record["start_ticks"])
-    if not process.is_alive(top):
-        raise TargetGoneError(f"rank {rank} of {run.id} has ended already (pid {top.pid})")
-    if not _belongs_to_attempt(attempt, top):
-        raise UsageError(
-            f"rank {rank} of {run.id}: pid {top.pid} does not carry the run's mark in its environment (it may"
-            " have overwritten it, as with setproctitle); it is left alone"
-        )
-    below = [one for one in process.descendants(top) if _belongs_to_attempt(attempt, one)]
-    if not attempt.rank_script.exists():
-        return [top, *below]
-    if not below:
-        raise TargetGoneError(f"rank {rank} of {run.id}: its program has ended already")
-    return below
-
-
-def _rank_process_trees(run: RunDir, order: Mapping[str, Any], ranks: Sequence[int]) -> list[ProcessId]:
-    """The same of several ranks, without those that have ended."""
-    found: list[ProcessId] = []
-    for rank in ranks:
-        with suppress(UsageError):
-            found += _rank_process_tree(run, order, rank)
-    return found
-
-
-def _belongs_to_attempt(attempt: Attempt, one: ProcessId) -> bool:
-    marks = process.read_initial_environment(one.pid)
-    wanted = (attempt.run.run_id, str(attempt.number))
-    return _is_own_process(one) and (marks.get(RUN_ID_VARIABLE), marks.get(ATTEMPT_VARIABLE)) == wanted
-
-
-def _is_own_process(one: ProcessId) -> bool:
-    """Whether it is this user's, and still itself."""
+def _is_own_process(candidate: ProcessId) -> bool:
+    """Whether it is this user's, and its pid not another process's by now."""
     with suppress(OSError):
-        return Path(f"/proc/{one.pid}").stat().st_uid == os.getuid() and process.is_alive(one)
+        return Path(f"/proc/{candidate.pid}").stat().st_uid == os.getuid() and process.is_alive(candidate)
     return False
 
 
-def _find_agents(run: RunDir, order: Mapping[str, Any]) -> list[ProcessId]:
-    """The agent of this node, known by its command line and its job."""
-    found = []
-    for one, words in process.command_lines():
-        verb = next((place for place, word in enumerate(words) if word == "_agent"), 0)
-        if verb >= 2 and words[verb - 2 : verb] == ["-m", "hpcrun"] and words[verb + 1 :]:
-            with suppress(OSError):
-                is_it = os.path.samefile(words[verb + 1], run.path)  # noqa: PTH121 - a word may be any text
-                if is_it and _is_own_process(one) and _belongs_to_job(one, order):
-                    found.append(one)
-    return found
-
-
-def _find_supervisor(order: Mapping[str, Any]) -> list[ProcessId]:
-    """The supervisor, where it is a process of this node."""
-    told = order["supervisor"]
-    one = ProcessId(told["pid"], told["start_ticks"])
-    return (
-        [one]
-        if told["host"] == _local_node() and _is_own_process(one) and _belongs_to_job(one, order)
-        else []
-    )
-
-
-def _find_guardian(order: Mapping[str, Any]) -> list[ProcessId]:
-    """In a batch job, the process that would have another supervisor come back."""
-    known = dict(process.command_lines())
-    parents = [process.identify_process(process.parent_of(one.pid) or 0) for one in _find_supervisor(order)]
-    return [one for one in parents if one is not None and "_task" in known.get(one, ())]
-
-
-def _belongs_to_job(one: ProcessId, order: Mapping[str, Any]) -> bool:
-    job = order["supervisor"].get("slurm_job")
-    return job is None or process.read_initial_variable(one.pid, "SLURM_JOB_ID") == str(job)
-
-
-def _ancestors() -> Iterator[int]:
-    pid = os.getppid()
-    while pid > 1:
-        yield pid
-        pid = process.parent_of(pid) or 0
-
-
 @contextmanager
-def _open_handles(found: Sequence[ProcessId]) -> Iterator[list[ProcessHandle]]:
-    """A hold on each of them inside the block: a pid may be given to another process at any time."""
-    handles = [ProcessHandle(one) for one in found]
+def _open_handles(processes: Sequence[ProcessId]) -> Iterator[list[ProcessHandle]]:
+    """Open a handle to each inside the block: a pid may be given to another process at any time."""
+    handles = [ProcessHandle(identity) for identity in processes]
     try:
         yield handles
     finally:
@@ -278,27 +283,22 @@ def _signal_all(handles: Sequence[ProcessHandle], number: int) -> None:
         handle.signal(number)
 
 
-def _stop_processes(handles: Sequence[ProcessHandle], look: Callable[[], list[ProcessId]]) -> None:
-    """Stop them, and what they have started meanwhile."""
+def _stop_processes(handles: Sequence[ProcessHandle], find: Callable[[], list[ProcessId]]) -> None:
+    """Stop processes, and what they have started meanwhile."""
     _signal_all(handles, signal.SIGSTOP)
-    known = {handle.process for handle in handles}
+    stopped = {handle.process for handle in handles}
     for _ in range(_ROUNDS):
         with suppress(UsageError):
-            more = [one for one in look() if one not in known]
-            if not more:
+            started = [target for target in find() if target not in stopped]
+            if not started:
                 return
-            known.update(more)
-            with _open_handles(more) as new:
-                _signal_all(new, signal.SIGSTOP)
-
-
-def _resume_ranks(run: RunDir, order: Mapping[str, Any], ranks: Sequence[int]) -> None:
-    with _open_handles(_rank_process_trees(run, order, ranks)) as handles:
-        _signal_all(handles, signal.SIGCONT)
+            stopped.update(started)
+            with _open_handles(started) as handles:
+                _signal_all(handles, signal.SIGSTOP)
 
 
 def _wait(seconds: float) -> bool:
-    """Wait, but no longer than our input lasts; True when it has ended."""
+    """Wait, but no longer than our input lasts; return True when it has ended."""
     end = time.monotonic() + seconds
     while select.select([sys.stdin], [], [], max(0.0, end - time.monotonic()))[0]:
         if not os.read(sys.stdin.fileno(), 4096):
@@ -306,18 +306,19 @@ def _wait(seconds: float) -> bool:
     return False
 
 
-def _format_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def _pids(handles: Sequence[ProcessHandle]) -> list[int]:
+    return [handle.process.pid for handle in handles]
 
 
-def _local_node() -> str:
-    return os.uname().nodename
-
-
-def _report(kind: str, text: str, found: Sequence[ProcessHandle | ProcessId] = (), **more: Any) -> None:
-    pids = [one.process.pid if isinstance(one, ProcessHandle) else one.pid for one in found]
-    now = {"time": time.time(), "monotonic": time.monotonic(), "node": _local_node()}
-    line = json.dumps({"kind": kind, "text": text, **now, "pids": pids, **more})
-    # Whoever has asked may be gone; what was done is undone all the same.
+def _report(
+    kind: Literal["injected", "filled", "removed", "refused"],
+    text: str,
+    pids: Sequence[int] = (),
+    *,
+    exit_code: int = 0,
+    is_gone: bool = False,
+) -> None:
+    report = InjectionReport(kind, text, time.time(), time.monotonic(), tuple(pids), exit_code, is_gone)
+    # The reader may be gone; the fault is removed all the same.
     with suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), f"{line}\n".encode())
+        os.write(sys.stdout.fileno(), f"{json.dumps(dump_typed(report))}\n".encode())

@@ -24,7 +24,7 @@ from hpcrun.specs.yaml import LIST_KEY, load_yaml_list
 _POLL_S = 0.1
 _RETRY_S = 1.0
 _VICTIM_TIMEOUT_S = 120.0
-"""For so long a victim is waited for that is not there: the next attempt may be about to start."""
+"""How long to wait for a target that is not there: the next attempt may be about to start."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,10 @@ def load_scenario(path: Path) -> list[ScenarioStep]:
     for number, values in enumerate(document.values[LIST_KEY]):
         key = f"{LIST_KEY}.{number}"
         scene, wrong = _parse_step(values, document.where(key))
-        problems += [SpecProblem(one.key, one.text, document.where(f"{key}.{one.key}")) for one in wrong]
+        problems += [
+            SpecProblem(problem.key, problem.text, document.where(f"{key}.{problem.key}"))
+            for problem in wrong
+        ]
         if scene is not None:
             problems += _check_order(scenes, scene)
             scenes.append(scene)
@@ -61,7 +64,7 @@ def load_scenario(path: Path) -> list[ScenarioStep]:
 
 
 def _parse_step(values: Mapping[str, Any], place: str) -> tuple[ScenarioStep | None, list[SpecProblem]]:
-    fault, problems = parse_fault({key: one for key, one in values.items() if key not in ("at", "step")})
+    fault, problems = parse_fault({key: value for key, value in values.items() if key not in ("at", "step")})
     at, step = values.get("at"), values.get("step")
     at_s = 0.0
     if (at is None) == (step is None):
@@ -80,8 +83,16 @@ def _parse_step(values: Mapping[str, Any], place: str) -> tuple[ScenarioStep | N
 
 def _check_order(before: list[ScenarioStep], scene: ScenarioStep) -> list[SpecProblem]:
     for key, value, earlier in (
-        ("at", scene.at_s, [one.at_s for one in before if one.at_s is not None]),
-        ("step", scene.step, [one.step for one in before if one.step is not None]),
+        (
+            "at",
+            scene.at_s,
+            [earlier_scene.at_s for earlier_scene in before if earlier_scene.at_s is not None],
+        ),
+        (
+            "step",
+            scene.step,
+            [earlier_scene.step for earlier_scene in before if earlier_scene.step is not None],
+        ),
     ):
         if value is not None and earlier and value < max(earlier):
             return [
@@ -109,7 +120,7 @@ def check_targets(run: RunDir, scenes: list[ScenarioStep]) -> list[InjectionTarg
 
 @dataclass
 class ScenarioRun:
-    """A scenario being played on a run; `note` is told of trouble, `write` of what is done."""
+    """A scenario being played on a run; `note` is called with problems, `write` with records."""
 
     run: RunDir
     note: Callable[[str], None]
@@ -149,7 +160,7 @@ class ScenarioRun:
         return False
 
     def _inject(self, scene: ScenarioStep) -> bool:
-        """Inject it as soon as the victim is there: between two attempts nobody is."""
+        """Inject the fault as soon as its target is there: between two attempts there is none."""
         end = time.monotonic() + _VICTIM_TIMEOUT_S
         while not self._has_ended():
             try:
@@ -185,7 +196,7 @@ class ScenarioRun:
                 self._step = line.metric.step
 
     def _has_ended(self) -> bool:
-        """Whether the run is over; looked at now and then."""
+        """Whether the run is over; checked at intervals."""
         if not self._is_over and time.monotonic() - self._looked > self._watch.pace.records:
             self._looked = time.monotonic()
             (state,) = self._watch.look()

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from hpcrun.checkpoint.lustre.storage import find_mount
+from hpcrun.mounts import find_mount
 
 _REMEDIES = {
     errno.ENOSPC: "free space or inodes there, or keep fewer saves",

@@ -109,14 +109,14 @@ def stop(names: Runs, wait: _Wait = False, timeout: Timeout = None) -> None:
 
     Queued runs are removed from the queue.
     """
-    from hpcrun.runs import requests
+    from hpcrun.runs.cancel import cancel_run
     from hpcrun.runs.follow import wait_for_runs
 
     seconds = _wait_timeout(timeout, wait)
     stopping: list[RunDir] = []
 
     def request(run: RunDir) -> None:
-        print_lines(requests.request_stop(run))
+        print_lines(cancel_run(run))
         stopping.append(run)
 
     code = _for_each_run(names, request)

@@ -82,12 +82,11 @@ def _run_function_call() -> int:
 
 def _execute_injection(run_dir: str, order: str) -> int:
     """`_chaos RUN ORDER`: the injector that chaos starts on the target's node."""
-    import json
 
     from hpcrun.chaos.injector import execute_injection
     from hpcrun.specs.rundir import RunDir
 
-    return execute_injection(RunDir(Path(run_dir)), json.loads(order))
+    return execute_injection(RunDir(Path(run_dir)), order)
 
 
 def _run_sidecar(run_dir: str, name: str = "") -> int:

@@ -1,8 +1,8 @@
-"""What a job would train on, found out without loading any of it: files, tokens, sequences, the split.
+"""What a job would train on, found without loading it: files, tokens, sequences, the split.
 
 Text is taken byte by byte: the corpus is every file's bytes, each file followed by a 0 byte, so the
-vocabulary is 256. A token file is flat little-endian uint16 or uint32, with a sidecar FILE.bin.json.
-Sequence i is tokens[i*S : i*S+S+1]; its first S are the inputs, its last S the targets.
+vocabulary is 256. A token file is flat little-endian uint16 or uint32, with a sidecar FILE.bin.json. Sequence
+i is tokens[i*S : i*S+S+1]; its first S are the inputs, its last S the targets.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hpcrun.errors import UsageError
 from hpcrun.local_identity import expand_path
 from hpcrun.specs.data import PYTHON_STDLIB
+from hpcrun.typed_json import WrongValue, parse_typed
 from hpcrun.units import format_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 TOKEN_FORMAT_VERSION = 1
 BYTE_VOCAB = 256
+TokenDtype = Literal["uint16", "uint32"]
 TOKEN_ITEM_SIZE = {"uint8": 1, "uint16": 2, "uint32": 4}
 TEXT_LIMIT_BYTES = 4 << 30
 """Text above this is refused: every rank would hold it in memory, every submit would read it."""
@@ -52,11 +54,11 @@ class CorpusFile:
 
 @dataclass(frozen=True)
 class HoldoutSplit:
-    """Which sequences train and which are held out; depends on nothing but their number and the share.
+    """Which sequences train and which are held out; depends only on their number and the share.
 
-    The held-out sequences stand in equal blocks, evenly spread over the corpus, a block in the middle of
-    every period of `between` training sequences. Neighbouring sequences share one token (the last target of
-    one is the first input of the next), so the sequences before and after a block are used for nothing.
+    The held-out sequences are in equal blocks, evenly spread over the corpus, a block in the middle of every
+    period of `between` training sequences. Neighbouring sequences share one token (the last target of one is
+    the first input of the next), so the sequences before and after a block are not used.
     """
 
     sequences: int
@@ -69,9 +71,9 @@ class HoldoutSplit:
         """Hold out `holdout` of the sequences (at least one unless 0), in at most 64 blocks."""
         if holdout == 0:
             return cls(sequences, 0, 0, sequences)
-        wanted = max(1, round(sequences * holdout))
-        blocks = max(1, min(_MOST_BLOCKS, wanted // _SMALLEST_BLOCK, (sequences - wanted) // 4))
-        block = wanted // blocks
+        target = max(1, round(sequences * holdout))
+        blocks = max(1, min(_MOST_BLOCKS, target // _SMALLEST_BLOCK, (sequences - target) // 4))
+        block = target // blocks
         return cls(sequences, blocks, block, sequences // blocks - block - 2)
 
     @property
@@ -97,7 +99,7 @@ class HoldoutSplit:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What is there to train on. `vocab`, `documents` and `tokenizer` are None where nobody recorded them."""
+    """What there is to train on. `vocab`, `documents` and `tokenizer` are None if they are not recorded."""
 
     kind: Literal["text", "tokens"]
     root: Path
@@ -150,41 +152,47 @@ class Corpus:
         return tuple(starts)
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """The file that a token of the corpus stands in, and its place there, in tokens."""
+        """Return the file that holds a token of the corpus, and its position in the file, in tokens."""
         index = bisect_right(self.starts, position) - 1
         return self.root / self.files[index].path, position - self.starts[index]
 
     def read(self, begin: int, count: int) -> list[int]:
-        """A few tokens, for a person to look at."""
-        item, found = (
+        """Read a few tokens, to show them."""
+        item, tokens = (
             TOKEN_ITEM_SIZE[self.dtype],
             array({"uint8": "B", "uint16": "H", "uint32": "I"}[self.dtype]),
         )
-        while len(found) < count:
-            path, offset = self.locate(begin + len(found))
+        while len(tokens) < count:
+            path, offset = self.locate(begin + len(tokens))
             try:
                 with path.open("rb") as file:
                     file.seek(offset * item)
-                    block = file.read((count - len(found)) * item)
+                    block = file.read((count - len(tokens)) * item)
             except OSError as error:
                 raise _unreadable_error(path, error) from None
-            found.frombytes(block[: len(block) // item * item])
-            if len(found) < count:
+            tokens.frombytes(block[: len(block) // item * item])
+            if len(tokens) < count:
                 if self.kind == "tokens":
                     raise UsageError(
                         f"{path}: ends before token {begin + count}; it changed while it was read"
                     )
-                found.append(0)
+                tokens.append(0)
         if byteorder == "big":
-            found.byteswap()
-        return found.tolist()
+            tokens.byteswap()
+        return tokens.tolist()
+
+
+@dataclass(frozen=True)
+class _SidecarHeader:
+    format_version: int
 
 
 @dataclass(frozen=True)
 class TokenSidecar:
-    """What FILE.bin.json says about a token file; None for what a hand-written one leaves out."""
+    """The contents of FILE.bin.json, which describes a token file; None for what a hand-written one leaves
+    out."""
 
-    dtype: str
+    dtype: TokenDtype
     tokens: int
     vocab: int
     tokenizer: str | None = None
@@ -198,7 +206,7 @@ class TokenSidecar:
 
 
 def token_sidecar_path(tokens: Path) -> Path:
-    """Where the sidecar of a token file stands."""
+    """Return the path of a token file's sidecar."""
     return Path(f"{tokens}.json")
 
 
@@ -220,43 +228,26 @@ def load_token_sidecar(tokens: Path) -> TokenSidecar | None:
         raise UsageError(
             f"{path}: is not JSON ({error}); write it again with `hpcrun data prepare`"
         ) from None
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: is not a JSON object; write it again with `hpcrun data prepare`")
-    version = _field(path, content, "format_version", int)
-    if version > TOKEN_FORMAT_VERSION:
+    try:
+        header = parse_typed(_SidecarHeader, content, allow_extra=True)
+        if header.format_version > TOKEN_FORMAT_VERSION:
+            raise UsageError(
+                f"{path}: format_version {header.format_version} was written by a newer hpcrun, this one"
+                f" reads up to {TOKEN_FORMAT_VERSION}; upgrade hpcrun"
+            )
+        sidecar = parse_typed(TokenSidecar, content, allow_extra=True)
+    except WrongValue as error:
         raise UsageError(
-            f"{path}: format_version {version} was written by a newer hpcrun, this one reads up to "
-            f"{TOKEN_FORMAT_VERSION}; upgrade hpcrun"
-        )
-    dtype = _field(path, content, "dtype", str)
-    if dtype not in ("uint16", "uint32"):
-        raise UsageError(f"{path}: dtype is {dtype!r}; use uint16 or uint32")
-    sidecar = TokenSidecar(
-        dtype=dtype,
-        tokens=_field(path, content, "tokens", int),
-        vocab=_field(path, content, "vocab", int),
-        tokenizer=_field(path, content, "tokenizer", str, optional=True),
-        documents=_field(path, content, "documents", int, optional=True),
-        separator=_field(path, content, "separator", int, optional=True),
-        sha256=_field(path, content, "sha256", str, optional=True),
-    )
-    most = 1 << (8 * TOKEN_ITEM_SIZE[dtype])
+            f"{path}: {error}; correct it, or write it again with `hpcrun data prepare`"
+        ) from None
+    most = 1 << (8 * TOKEN_ITEM_SIZE[sidecar.dtype])
     if not 0 < sidecar.vocab <= most:
-        raise UsageError(f"{path}: vocab is {sidecar.vocab}; {dtype} allows 1 to {most}")
+        raise UsageError(f"{path}: vocab is {sidecar.vocab}; {sidecar.dtype} allows 1 to {most}")
     return sidecar
 
 
-def _field(path: Path, content: dict[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
-    value = content.get(name)
-    if (value is None and optional) or type(value) is kind:
-        return value
-    wanted = {int: "a whole number", str: "a text"}[kind]
-    found = f"{name} is {value!r}" if name in content else f"{name} is missing"
-    raise UsageError(f"{path}: {found}; it must be {wanted}")
-
-
 def inspect_corpus(data: DataSpec) -> Corpus:
-    """Look at a job's data and say what is there; UsageError, in one line, when it cannot be trained on."""
+    """Inspect a job's data; UsageError, in one line, if it cannot be trained on."""
     if data.tokens is not None:
         return _inspect_tokens(data, Path(expand_path(data.tokens)))
     assert data.text is not None
@@ -374,7 +365,7 @@ def list_text_files(text: str, pattern: str) -> tuple[Path, list[CorpusFile]]:
     files = [
         CorpusFile(path, size)
         for path, size in _walk_files(root, ignored)
-        if size and all(PurePosixPath(path).match(wanted) for wanted in patterns)
+        if size and all(PurePosixPath(path).match(glob) for glob in patterns)
     ]
     if not files:
         raise UsageError(f"{text}: no file that matches {pattern!r} has anything in it")
@@ -398,15 +389,15 @@ def _walk_files(root: Path, ignored: frozenset[str]) -> Iterator[tuple[str, int]
                     continue
                 at = root / path
                 try:
-                    found = at.stat()
+                    status = at.stat()
                 except OSError as error:
                     if error.errno == errno.ELOOP:  # a link to itself holds no text
                         continue
                     raise
-                if stat.S_ISDIR(found.st_mode):
+                if stat.S_ISDIR(status.st_mode):
                     pending.append(path)
-                elif stat.S_ISREG(found.st_mode):
-                    yield path, found.st_size
+                elif stat.S_ISREG(status.st_mode):
+                    yield path, status.st_size
         except OSError as error:
             raise _unreadable_error(at, error) from None
 
@@ -434,7 +425,7 @@ def _regular_file_size(path: Path) -> int:
 
 
 def why_not_text(path: Path, *, utf8: bool = False) -> str | None:
-    """Why a file cannot be a document (NUL is what separates documents), or None; reads all of it."""
+    """Return why a file cannot be a document (NUL separates documents), or None; reads all of it."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         with path.open("rb") as file:

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from sys import byteorder
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, get_args
 
 from hpcrun.data.corpus import (
     BYTE_VOCAB,
     TOKEN_ITEM_SIZE,
+    TokenDtype,
     TokenSidecar,
     all_skipped_message,
     list_text_files,
@@ -147,14 +148,14 @@ def tokenize_files(
     encoder: _TokenEncoder = (
         _ByteEncoder() if tokenizer == "bytes" else _TokenizerEncoder(Path(expand_path(tokenizer)), eos)
     )
-    dtype = _fitting_dtype(dtype, encoder.vocab)
+    item_dtype = _choose_dtype(dtype, encoder.vocab)
     documents = _documents(sources, pattern, out)
     tokens_at_least = _size(documents) // encoder.bytes_a_token_at_most + len(documents)
     skipped: list[tuple[str, str]] = []
     with _translate_os_errors(out):
-        _check_room(out, tokens_at_least * TOKEN_ITEM_SIZE[dtype])
+        _check_room(out, tokens_at_least * TOKEN_ITEM_SIZE[item_dtype])
         with _atomic_file(out) as file:
-            sidecar = _write_tokens(file, documents, encoder, dtype, tokenizer, skipped, progress)
+            sidecar = _write_tokens(file, documents, encoder, item_dtype, tokenizer, skipped, progress)
             if not sidecar.documents:
                 raise UsageError(all_skipped_message(" ".join(sources), skipped))
             token_sidecar_path(out).unlink(
@@ -169,7 +170,7 @@ def _write_tokens(
     file: BinaryIO,
     documents: Sequence[tuple[Path, int]],
     encoder: _TokenEncoder,
-    dtype: str,
+    dtype: TokenDtype,
     tokenizer: str,
     skipped: list[tuple[str, str]],
     progress: Callable[[int, int], None] | None,
@@ -202,14 +203,14 @@ def _write_tokens(
     )
 
 
-def _fitting_dtype(dtype: str | None, vocab: int) -> str:
-    if dtype not in (None, "uint16", "uint32"):
+def _choose_dtype(dtype: str | None, vocab: int) -> TokenDtype:
+    if dtype is not None and dtype not in get_args(TokenDtype):
         raise UsageError(f"--dtype {dtype}: use uint16 or uint32")
     if dtype == "uint16" and vocab > 1 << 16:
         raise UsageError(
             f"--dtype uint16 holds ids below 65536, the tokenizer's vocab is {vocab}; use uint32"
         )
-    return dtype or ("uint16" if vocab <= 1 << 16 else "uint32")
+    return "uint32" if dtype == "uint32" or vocab > 1 << 16 else "uint16"
 
 
 def _documents(sources: Sequence[str], pattern: str, out: Path) -> list[tuple[Path, int]]:

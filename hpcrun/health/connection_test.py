@@ -1,4 +1,4 @@
-"""A trial of connections: each node listens while it lasts and tries the others; nobody is let in."""
+"""A test of connections: each node listens while the test runs and tries the others; nobody is let in."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class ConnectionTest:
         self._address = address
         self._server = open_listening_socket(address, 0, 1024)
         self._is_over = threading.Event()
-        # Where nobody took them, connections of strangers would keep those of the others out.
+        # Unless they are accepted, connections of strangers would keep out those of the other nodes.
         self._thread = threading.Thread(target=self._drop_connections, name="trial", daemon=True)
         self._thread.start()
 
     def _drop_connections(self) -> None:
-        with contextlib.suppress(OSError):  # it listens no more
+        with contextlib.suppress(OSError):  # the socket is closed
             while not self._is_over.is_set():
                 try:
-                    found = accept_connection(self._server)
+                    accepted = accept_connection(self._server)
                 except OutOfDescriptorsError:
                     self._is_over.wait(_REST_S)
                     continue
-                if found is not None:
-                    found[0].close()
+                if accepted is not None:
+                    accepted[0].close()
 
     @property
     def place(self) -> tuple[str, int]:
@@ -63,7 +63,7 @@ class ConnectionTest:
             return {node: why for node, why in zip(places, whys, strict=True) if why}
 
     def close(self) -> None:
-        """Listen no more; to be called when all have tried."""
+        """Stop listening; to be called when all have tried."""
         self._is_over.set()
         # Also under the thread, which waits for somebody.
         shut_down_connection(self._server)
@@ -90,8 +90,8 @@ def choose_targets(places: Mapping[str, _P], node: str) -> dict[str, _P]:
     """The nodes that this one tries: all others, or in a large world those that come after it."""
     names = [*places]
     at = names.index(node) if node in names else 0
-    others = [one for one in (*names[at:], *names[:at]) if one != node]
-    return {one: places[one] for one in others[:_MAX_TARGETS]}
+    others = [name for name in (*names[at:], *names[:at]) if name != node]
+    return {name: places[name] for name in others[:_MAX_TARGETS]}
 
 
 def describe_unreachable(
@@ -99,7 +99,10 @@ def describe_unreachable(
 ) -> tuple[str, tuple[str, ...]]:
     """What a trial has shown, in words, and the nodes that are to blame; empty where all were reached."""
     culprits, pairs = attribute_failures(failed, nodes)
-    told = [f"{one.failed} of {one.tried} connections of {one.node} fail: {one.why}" for one in culprits]
-    told += [f"{a} does not reach {b}: {why}" for (a, b), why in pairs.items()]
-    more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return "; ".join(told[:_SHOWN]) + more, tuple(one.node for one in culprits)
+    lines = [
+        f"{culprit.failed} of {culprit.tried} connections of {culprit.node} fail: {culprit.why}"
+        for culprit in culprits
+    ]
+    lines += [f"{a} does not reach {b}: {why}" for (a, b), why in pairs.items()]
+    rest = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    return "; ".join(lines[:_SHOWN]) + rest, tuple(culprit.node for culprit in culprits)

@@ -19,7 +19,7 @@ from hpcrun.finding import Finding
 from hpcrun.health.connection_test import ConnectionTest
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import environment_with_package
-from hpcrun.slurm.allocation import Allocation, step_environment
+from hpcrun.slurm.allocation import Allocation, node_step, step_environment
 from hpcrun.tuning.host.connectivity import check_connectivity
 from hpcrun.tuning.registry.device_names import choose_socket_interface, render_exact_names
 
@@ -27,9 +27,9 @@ _STEP_S = 60.0
 
 
 def check_all_connections(allocation: Allocation, interface: str | None) -> tuple[Finding, ...]:
-    """Have every node connect to every other; a node that takes no part is told.
+    """Have every node connect to every other; a node that takes no part is a finding.
 
-    `interface` is the profile's; without one, what NCCL would take on each node.
+    `interface` is the profile's; without one, the interface that NCCL would take on each node.
     """
     environ = step_environment(without_rank_variables(environment_with_package(os.environ)))
     steps = [_ConnectivityStep(node, interface or "", environ) for node in allocation.nodes]
@@ -59,8 +59,7 @@ class _ConnectivityStep:
         self.place: list[Any] | None = None
         self.failed: dict[str, str] = {}
         self.error = ""
-        step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--mpi=none", "--mem=0"]
-        step += ["--cpu-bind=none", "--unbuffered", f"--nodelist={node}"]
+        step = node_step(node, "--unbuffered")
         pipe = subprocess.PIPE
         try:
             self._child = subprocess.Popen(
@@ -79,15 +78,15 @@ class _ConnectivityStep:
 
     def receive_address(self) -> None:
         """Where the node listens, or why it does not."""
-        told = self._line()
-        self.place, self.error = told.get("place"), str(told.get("error", ""))
+        message = self._line()
+        self.place, self.error = message.get("place"), str(message.get("error", ""))
         if self.place is None and not self.error:
             self._child.kill()
             assert self._child.stderr is not None
             self.error = (self._child.stderr.read().strip().splitlines() or ["it said nothing"])[-1]
 
     def receive_result(self, places: Mapping[str, Any]) -> None:
-        """Tell it where the others listen, and hear which of them it has not reached."""
+        """Send the addresses of the others, and receive which of them the node has not reached."""
         if self.error:
             return
         assert self._child.stdin is not None
@@ -95,19 +94,19 @@ class _ConnectivityStep:
         with contextlib.suppress(BrokenPipeError):
             self._child.stdin.write(json.dumps(others) + "\n")
             self._child.stdin.flush()
-        told = self._line().get("failed")
-        if isinstance(told, dict):
-            self.failed = told
+        failed = self._line().get("failed")
+        if isinstance(failed, dict):
+            self.failed = failed
         else:
             self.error = "it ended before it had tried"
 
     def _line(self) -> dict[str, Any]:
         assert self._child.stdout is not None
         try:
-            told = json.loads(self._child.stdout.readline())
+            message = json.loads(self._child.stdout.readline())
         except ValueError:
             return {}
-        return told if isinstance(told, dict) else {}
+        return message if isinstance(message, dict) else {}
 
     def close(self) -> None:
         """Let it go."""
@@ -134,9 +133,9 @@ def _send_message(message: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _first_address(found: Sequence[NetworkInterface], interface: str) -> str | None:
+def _first_address(interfaces: Sequence[NetworkInterface], interface: str) -> str | None:
     """The first address of an interface that others can reach, IPv4 first."""
-    chosen = choose_socket_interface(found, render_exact_names([interface]) if interface else "")
+    chosen = choose_socket_interface(interfaces, render_exact_names([interface]) if interface else "")
     for text in chosen.networks if chosen else ():
         address = ipaddress.ip_interface(text)
         if not address.is_link_local:

@@ -1,4 +1,4 @@
-"""A request to the admin to take nodes out of service: a text to send, and the same as JSON for a webhook."""
+"""A request to the admin to drain nodes: a text to send, and the same as JSON for a webhook."""
 
 from __future__ import annotations
 
@@ -21,44 +21,31 @@ from hpcrun.specs.secrets import read_secrets
 
 _POST_S = 10.0
 _MAX_FAULTS_SHOWN = 20
+_SHOWN_FIELDS = ("time", "cause", "run", "job", "attempt", "evidence", "log")
 _MAX_URL_LENGTH = 8192
 
 
 def build_drain_request(scores: Mapping[str, LemonScore], by: str, now: float) -> dict[str, Any]:
-    """What is known against these nodes, as plain values; `text` holds it as people read it."""
-    command = drain_command(scores)
+    """Return the evidence against these nodes as plain values; `text` holds it for people."""
     nodes = [
         {
             "node": node,
-            "score": round(found.score, 3),
-            "causes": dict(found.causes),
+            "score": round(score.score, 3),
+            "causes": dict(score.causes),
             "seen": [
-                {
-                    "time": one.time,
-                    "cause": one.cause,
-                    "run": one.run,
-                    "job": one.job,
-                    "attempt": one.attempt,
-                    "evidence": one.evidence,
-                    "log": one.log,
-                }
-                for one in found.seen[:_MAX_FAULTS_SHOWN]
+                {name: getattr(fault, name) for name in _SHOWN_FIELDS}
+                for fault in score.seen[:_MAX_FAULTS_SHOWN]
             ],
         }
-        for node, found in scores.items()
+        for node, score in scores.items()
     ]
-    return {
-        "by": by,
-        "time": now,
-        "command": command,
-        "nodes": nodes,
-        "text": render_drain_request(scores, by, now),
-    }
+    text = render_drain_request(scores, by, now)
+    return {"by": by, "time": now, "command": drain_command(scores), "nodes": nodes, "text": text}
 
 
 def drain_command(scores: Mapping[str, LemonScore]) -> str:
     """What an admin would type."""
-    causes = dict.fromkeys(cause for found in scores.values() for cause in found.causes)
+    causes = dict.fromkeys(cause for score in scores.values() for cause in score.causes)
     words = [f"NodeName={fold_hosts(scores)}", "State=DRAIN", f"Reason=hpcrun: {', '.join(causes)}"]
     return shlex.join(["scontrol", "update", *words])
 
@@ -70,17 +57,17 @@ def render_drain_request(scores: Mapping[str, LemonScore], by: str, now: float) 
         f"Please look at {fold_hosts(scores)}, and drain {them} if you agree.",
         f"Runs of {by} saw the following there (times of {time.strftime('%Z', time.localtime(now))}).",
     ]
-    for node, found in scores.items():
-        causes = ", ".join(f"{cause} {count}x" for cause, count in found.causes.items())
+    for node, score in scores.items():
+        causes = ", ".join(f"{cause} {count}x" for cause, count in score.causes.items())
         lines += ["", f"{node}: {causes}"]
-        for one in found.seen[:_MAX_FAULTS_SHOWN]:
-            job = f", job {one.job}" if one.job is not None else ""
+        for fault in score.seen[:_MAX_FAULTS_SHOWN]:
+            job = f", job {fault.job}" if fault.job is not None else ""
             lines.append(
-                f"  {_format_time(one.time)}  {one.cause}  run {one.run}{job}, attempt {one.attempt}"
+                f"  {_format_time(fault.time)}  {fault.cause}  run {fault.run}{job}, attempt {fault.attempt}"
             )
-            lines += [f"    {one.evidence}"] if one.evidence else []
-            lines += [f"    log: {one.log}"] if one.log else []
-        rest = len(found.seen) - _MAX_FAULTS_SHOWN
+            lines += [f"    {fault.evidence}"] if fault.evidence else []
+            lines += [f"    log: {fault.log}"] if fault.log else []
+        rest = len(score.seen) - _MAX_FAULTS_SHOWN
         lines += [f"  and {rest} more before"] if rest > 0 else []
     return "\n".join([*lines, "", f"    {drain_command(scores)}", ""])
 
@@ -131,16 +118,16 @@ def _is_loopback(host: str) -> bool:
 
 
 class _NoRedirectHandler(urllib.request.HTTPRedirectHandler):
-    """Follows no redirection: where it leads to nobody has agreed to."""
+    """Follows no redirection: the user has not agreed to its target."""
 
     def redirect_request(self, *args: Any, **named: Any) -> None:
         """Nowhere."""
 
 
 def post_webhook(url: str, content: Mapping[str, Any]) -> None:
-    """Post JSON to a webhook; SiteError says in one line why it was not taken.
+    """Post JSON to a webhook; SiteError says in one line why it was not accepted.
 
-    The URL itself is not told: those of chat services hold a secret.
+    The error does not contain the URL: those of chat services hold a secret.
     """
     host = check_webhook_url(url)
     body = json.dumps(content).encode()

@@ -16,7 +16,7 @@ from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.finding import Finding
 from hpcrun.launcher_world import without_rank_variables
 from hpcrun.process import environment_with_package
-from hpcrun.slurm.allocation import Allocation, step_environment
+from hpcrun.slurm.allocation import Allocation, node_step, step_environment
 from hpcrun.tuning.host.checks import check_clock_skew
 
 _MAX_PARALLEL = 16
@@ -25,7 +25,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class NodeDoctorResult:
-    """What came of one node's doctor."""
+    """The result of one node's doctor."""
 
     node: str
     report: dict[str, Any] | None
@@ -35,14 +35,22 @@ class NodeDoctorResult:
 
 def doctor_command(node: str, options: Sequence[str]) -> list[str]:
     """A step on one node, with the limits that a rank would have."""
-    step = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--mpi=none", "--mem=0"]
-    step += ["--cpu-bind=none", "--input=none", f"--nodelist={node}"]
-    # A doctor's faults are its result, and exit codes above 0 would be srun's to tell.
-    return [*step, sys.executable, "-P", "-m", "hpcrun", "doctor", "--json", "--always-0", *options]
+    # --always-0: an exit code above 0 is srun's.
+    return [
+        *node_step(node, "--input=none"),
+        sys.executable,
+        "-P",
+        "-m",
+        "hpcrun",
+        "doctor",
+        "--json",
+        "--always-0",
+        *options,
+    ]
 
 
 def run_fleet_doctor(allocation: Allocation, options: Sequence[str]) -> list[NodeDoctorResult]:
-    """Have every node looked at, a few at a time; one without a report has a finding."""
+    """Run the doctor on every node, a few at a time; a node without a report gets a finding."""
     environ = step_environment(without_rank_variables(environment_with_package(os.environ)))
 
     def visit(node: str) -> NodeDoctorResult:
@@ -65,13 +73,13 @@ def _run_node_doctor(node: str, command: Sequence[str], environ: dict[str, str])
     if not isinstance(report, dict):
         return NodeDoctorResult(node, None, (Finding("error", "report", node, "its doctor gave no report"),))
     report["node"] = node  # by Slurm's name: its own may have a domain
-    told = report.get("time")
-    skew = check_clock_skew(node, told, started, time.time()) if isinstance(told, float) else []
+    clock = report.get("time")
+    skew = check_clock_skew(node, clock, started, time.time()) if isinstance(clock, float) else []
     return NodeDoctorResult(node, report, tuple(skew))
 
 
-def require_allocation(found: Allocation | None) -> Allocation:
+def require_allocation(allocation: Allocation | None) -> Allocation:
     """The allocation; SiteError outside of one."""
-    if found is None:
+    if allocation is None:
         raise SiteError("doctor --all needs an allocation; run it in one: salloc -N4 hpcrun doctor --all")
-    return found
+    return allocation

@@ -1,13 +1,13 @@
-"""What nvidia-smi says of the health of a node's GPUs, and whether that keeps an attempt away from it.
+"""The health of a node's GPUs by nvidia-smi, and whether it keeps an attempt away from the node.
 
-The driver's own word for what a GPU needs (gpu_recovery_action, driver 570 and later) goes before our reading
-of its counters. See NVIDIA's documentation of nvidia-smi, and of GPU memory error management.
+The action that the driver requests (gpu_recovery_action, driver 570 and later) takes precedence over our
+reading of its counters. See NVIDIA's documentation of nvidia-smi, and of GPU memory error management.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hpcrun import process
 from hpcrun.errors import SiteError
@@ -33,36 +33,31 @@ class GpuHealth:
     """ECC errors that could not be corrected since the driver was loaded."""
     retired_pending: bool | None = None
     recovery: str | None = None
-    """What the driver asks for; `None` in its own words when nothing."""
+    """The action that the driver requests; `None` in its own words if there is none."""
     rows_pending: bool | None = None
     rows_failed: bool | None = None
 
 
 def parse_gpu_health(text: str) -> list[GpuHealth]:
-    """The lines of `nvidia-smi --query-gpu=…`, with the recovery action last where it was asked for."""
-    found = []
+    """Parse the lines of `nvidia-smi --query-gpu=…`, with the recovery action last if it was queried."""
+    gpus = []
     for cells in _split_cells(text):
         if len(cells) in (len(_FIELDS), len(_FIELDS) + 1) and cells[0].isdigit():
             errors = int(cells[2]) if cells[2].isdigit() else None
             recovery = _parse_cell(cells[len(_FIELDS)]) if len(cells) > len(_FIELDS) else None
-            found.append(GpuHealth(cells[0], cells[1], errors, _parse_flag(cells[3]), recovery))
-    return found
+            gpus.append(GpuHealth(cells[0], cells[1], errors, _parse_flag(cells[3]), recovery))
+    return gpus
 
 
 def with_remapped_rows(gpus: Sequence[GpuHealth], text: str) -> list[GpuHealth]:
-    """The same GPUs with what `nvidia-smi --query-remapped-rows=…` says of them."""
-    rows = {cells[0]: cells for cells in _split_cells(text) if len(cells) == len(_ROWS)}
+    """Add what `nvidia-smi --query-remapped-rows=…` reports to these GPUs."""
+    cells_of = {cells[0]: cells for cells in _split_cells(text) if len(cells) == len(_ROWS)}
+    flags = {uuid: (_parse_flag(cells[1]), _parse_flag(cells[2])) for uuid, cells in cells_of.items()}
+    unknown = (None, None)
     return [
-        GpuHealth(
-            **{
-                **vars(gpu),
-                "rows_pending": _parse_flag(rows[gpu.uuid][1]),
-                "rows_failed": _parse_flag(rows[gpu.uuid][2]),
-            }
-        )
-        if gpu.uuid in rows
-        else gpu
+        replace(gpu, rows_pending=pending, rows_failed=failed)
         for gpu in gpus
+        for pending, failed in [flags.get(gpu.uuid, unknown)]
     ]
 
 
@@ -126,9 +121,9 @@ def check_gpu_health(
 
 
 def _is_action_asked(gpus: Sequence[GpuHealth]) -> bool | None:
-    """Whether the driver asks for anything; None where it is too old to say."""
-    said = [gpu.recovery.casefold() for gpu in gpus if gpu.recovery is not None]
-    return any(one != _NO_ACTION for one in said) if said and len(said) == len(gpus) else None
+    """Whether the driver requests an action; None if it is too old to say."""
+    actions = [gpu.recovery.casefold() for gpu in gpus if gpu.recovery is not None]
+    return any(action != _NO_ACTION for action in actions) if actions and len(actions) == len(gpus) else None
 
 
 def _split_cells(text: str) -> list[list[str]]:

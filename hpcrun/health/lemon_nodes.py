@@ -1,9 +1,9 @@
-"""Lemons: what the user's runs have seen nodes do, across jobs, and which nodes are avoided for it.
+"""Lemon nodes: faults that the user's runs saw on nodes, across jobs, and which nodes are avoided for them.
 
-Every run appends to one file beside the user's list of bad nodes. What was seen weighs less as time goes by
-(half of it after HALF_LIFE_S); a node whose sum is at THRESHOLD or above is kept away from at the next
-submission. A run's own trouble must not empty the cluster: what follows a run from node to node counts
-nothing, and no more than a small share of a partition is ever avoided for it.
+Every run appends to one file next to the user's list of bad nodes. A fault counts less over time (half after
+FAULT_HALF_LIFE_S); a node whose score is at LEMON_THRESHOLD or above is avoided at the next submission. A
+run's own problem must not empty the cluster: a fault that follows a run from node to node does not count, and
+only a small share of a partition is ever avoided.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,21 @@ from hpcrun.files import UntrustedFileError, open_multiuser
 from hpcrun.hostlist import expand_hosts
 from hpcrun.specs.badnodes import BadNode, BadNodeList, append_synced_lines
 from hpcrun.specs.profiles import config_directories
+from hpcrun.typed_json import parse_typed
 
 FAULT_HALF_LIFE_S = 3 * 86400.0
-"""After so long what was seen weighs half."""
+"""After this time a fault counts half."""
 LEMON_THRESHOLD = 1.0
 """From this sum on a node is avoided."""
 CAUSE_WEIGHTS = {"node lost": 2.0, "preflight": 1.5, "hang": 0.8, "crash": 0.6, "straggler": 0.4}
 """How much each cause weighs when it is new: a lost node is avoided for 3 days, a failed check for less than
 two; ranks that died first, hung alone or were slow must have done so there more than once."""
 FORGOTTEN_CAUSE = "forgotten"
-"""The cause of an entry with which a person clears a node of all that was seen before."""
+"""The cause of an entry with which the user clears all earlier faults of a node."""
 MAX_AVOIDED_SHARE = 0.1
-"""Of a partition, no more nodes than this are avoided; of 4 to 9 nodes one, of fewer none."""
+"""The largest share of a partition's nodes that is avoided; of 4 to 9 nodes one, of fewer none."""
 _FOLLOWS = 3
-"""What was seen on so many nodes of one run, or by all runs together, is the run's trouble."""
+"""A fault on this many nodes of one run, or of all runs together, is a fault of the run."""
 _WAIT_S, _TRY_S = 5.0, 0.05
 _MAX_AGE_S = 10 * FAULT_HALF_LIFE_S
 _MAX_TEXT_LENGTH = 300
@@ -46,12 +47,12 @@ _MAX_TEXT_LENGTH = 300
 
 @dataclass(frozen=True)
 class NodeFault:
-    """One thing that a run saw a node do."""
+    """One fault that a run saw on a node."""
 
     node: str
     time: float
     """Seconds since 1970."""
-    cause: str
+    cause: str = ""
     """One of WEIGHTS, or FORGOTTEN."""
     run: str = ""
     attempt: int = 0
@@ -60,7 +61,7 @@ class NodeFault:
     log: str = ""
     """Where to read more."""
     signature: str = ""
-    """What makes two of them the same trouble: the message without what differs from time to time."""
+    """Identifies the same fault on several nodes: the message without the parts that vary."""
     job: int | None = None
     """The run's job in Slurm."""
 
@@ -72,7 +73,7 @@ class NodeFault:
 
 @dataclass(frozen=True)
 class LemonScore:
-    """What all that was seen of a node amounts to."""
+    """What all faults of a node amount to."""
 
     score: float
     causes: Mapping[str, int]
@@ -95,7 +96,7 @@ class LemonScore:
 
 @dataclass(frozen=True)
 class NodeFaultHistory:
-    """All entries of the file, and what of it could not be read."""
+    """All entries of the file, and notes about what could not be read."""
 
     entries: tuple[NodeFault, ...] = ()
     notes: tuple[str, ...] = ()
@@ -103,23 +104,26 @@ class NodeFaultHistory:
 
 @dataclass
 class _FaultGroups:
-    """On which nodes the same trouble was seen: in one run, at one moment, and by all runs."""
+    """The nodes on which the same fault was seen: in one run, at one moment, and by all runs."""
 
     nodes: dict[tuple[Any, ...], set[str]] = field(default_factory=dict)
 
-    def add(self, one: NodeFault) -> None:
-        for key in self._keys(one):
-            self.nodes.setdefault(key, set()).add(one.node)
+    def add(self, fault: NodeFault) -> None:
+        for key in self._keys(fault):
+            self.nodes.setdefault(key, set()).add(fault.node)
 
-    def follows(self, one: NodeFault) -> bool:
-        return any(len(self.nodes[key]) >= _FOLLOWS for key in self._keys(one))
+    def follows(self, fault: NodeFault) -> bool:
+        return any(len(self.nodes[key]) >= _FOLLOWS for key in self._keys(fault))
 
     @staticmethod
-    def _keys(one: NodeFault) -> list[tuple[Any, ...]]:
+    def _keys(fault: NodeFault) -> list[tuple[Any, ...]]:
         # Over a long run nodes are lost, and checks fail, one by one; together it is the switch, or the run.
-        if one.cause in ("node lost", "preflight"):
-            return [(one.cause, one.run, one.attempt, one.signature)]
-        return [(one.cause, one.run, one.signature), *([(one.cause, one.signature)] if one.signature else [])]
+        if fault.cause in ("node lost", "preflight"):
+            return [(fault.cause, fault.run, fault.attempt, fault.signature)]
+        return [
+            (fault.cause, fault.run, fault.signature),
+            *([(fault.cause, fault.signature)] if fault.signature else []),
+        ]
 
 
 def node_fault_file() -> Path:
@@ -128,40 +132,43 @@ def node_fault_file() -> Path:
 
 
 def score_nodes(entries: Iterable[NodeFault], now: float) -> dict[str, LemonScore]:
-    """What is known against each node, highest score first; pure. `entries` are in the order of the file.
+    """Score the nodes by their faults, highest score first; `entries` are in the order of the file. Pure.
 
-    The same cause counts once for a node and attempt; what follows a run across nodes, and what came before a
-    node was forgotten, does not count.
+    The same cause counts once for a node and attempt. A fault that follows a run across nodes does not count,
+    nor does one from before the node was forgotten.
     """
-    known = list(entries)
+    faults = list(entries)
     # Before and after by the order of the lines: they are written on many hosts, each with its own clock.
-    cleared = {one.node: place for place, one in enumerate(known) if one.cause == FORGOTTEN_CAUSE}
+    cleared = {fault.node: place for place, fault in enumerate(faults) if fault.cause == FORGOTTEN_CAUSE}
     once: dict[tuple[str, str, str, int], tuple[int, NodeFault]] = {}
     groups = _FaultGroups()
-    for place, one in enumerate(known):
-        if one.weight and now - one.time < _MAX_AGE_S:
-            groups.add(one)
-            key = (one.node, one.cause, one.run, one.attempt)
-            newest = max(once.get(key, (place, one))[1], one, key=lambda each: each.time)
+    for place, fault in enumerate(faults):
+        if fault.weight and now - fault.time < _MAX_AGE_S:
+            groups.add(fault)
+            key = (fault.node, fault.cause, fault.run, fault.attempt)
+            newest = max(once.get(key, (place, fault))[1], fault, key=lambda each: each.time)
             once[key] = place, newest
     by_node: dict[str, list[NodeFault]] = {}
-    for place, one in once.values():
-        if place > cleared.get(one.node, -1) and not groups.follows(one):
-            by_node.setdefault(one.node, []).append(one)
+    for place, fault in once.values():
+        if place > cleared.get(fault.node, -1) and not groups.follows(fault):
+            by_node.setdefault(fault.node, []).append(fault)
     scores = {node: _score_node(seen, now) for node, seen in by_node.items()}
     return dict(sorted(scores.items(), key=lambda item: (-item[1].score, item[0])))
 
 
 def _score_node(seen: Sequence[NodeFault], now: float) -> LemonScore:
-    # A clock that is ahead of ours must not make anything weigh more than when it was new.
-    total = math.fsum(one.weight * 0.5 ** (max(0.0, now - one.time) / FAULT_HALF_LIFE_S) for one in seen)
+    # A clock ahead of ours must not make a fault count more than when it was new.
+    total = math.fsum(
+        fault.weight * 0.5 ** (max(0.0, now - fault.time) / FAULT_HALF_LIFE_S) for fault in seen
+    )
     until = now + FAULT_HALF_LIFE_S * math.log2(total / LEMON_THRESHOLD) if total >= LEMON_THRESHOLD else None
-    newest = tuple(sorted(seen, key=lambda one: (-one.time, one.cause, one.run)))
-    return LemonScore(total, Counter(one.cause for one in newest), newest, until)
+    newest = tuple(sorted(seen, key=lambda fault: (-fault.time, fault.cause, fault.run)))
+    return LemonScore(total, Counter(fault.cause for fault in newest), newest, until)
 
 
 def max_avoided_nodes(nodes: int, needed: int = 0) -> int:
-    """How many of a partition's nodes may be avoided for what was seen, when a job needs so many of them."""
+    """Return how many of a partition's nodes may be avoided for faults, when a job needs this many of
+    them."""
     most = max(int(nodes * MAX_AVOIDED_SHARE), 1 if nodes >= 4 else 0)
     return max(0, min(most, nodes - needed))
 
@@ -174,28 +181,28 @@ def select_nodes_to_avoid(
     `bad` are avoided anyway; `needed`: how many nodes the job takes.
     """
     left = [node for node in nodes if node not in bad]
-    wanted = [node for node in left if node in scores and scores[node].until is not None]
-    wanted.sort(key=lambda node: -scores[node].score)
+    candidates = [node for node in left if node in scores and scores[node].until is not None]
+    candidates.sort(key=lambda node: -scores[node].score)
     most = max_avoided_nodes(len(nodes), needed + len(nodes) - len(left))
-    chosen, spared = wanted[:most], wanted[most:]
+    chosen, spared = candidates[:most], candidates[most:]
     entries = tuple(
         BadNode((node,), _avoidance_reason(scores[node]), None, scores[node].until) for node in chosen
     )
     if not spared:
         return BadNodeList(entries)
-    told = f"seen as bad, but not avoided: {', '.join(spared)}: no more than {most} of {len(nodes)} nodes are"
-    return BadNodeList(entries, (f"{told} for what runs saw; see `hpcrun fabric nodes`",))
+    note = f"seen as bad, but not avoided: {', '.join(spared)}: no more than {most} of {len(nodes)} nodes are"
+    return BadNodeList(entries, (f"{note} for what runs saw; see `hpcrun fabric nodes`",))
 
 
-def _avoidance_reason(found: LemonScore) -> str:
-    causes = ", ".join(f"{cause} {count}x" for cause, count in found.causes.items())
-    last = found.seen[0]
-    end = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.until))
+def _avoidance_reason(score: LemonScore) -> str:
+    causes = ", ".join(f"{cause} {count}x" for cause, count in score.causes.items())
+    last = score.seen[0]
+    end = time.strftime("%Y-%m-%d %H:%M", time.localtime(score.until))
     return f"{causes} in your runs, last in {last.run}: {last.evidence} (until {end})"
 
 
 def load_node_faults(path: Path) -> NodeFaultHistory:
-    """All that was seen; what is damaged is skipped and told, with file and line."""
+    """Load all faults; damaged lines are skipped and noted, with file and line."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -207,9 +214,9 @@ def load_node_faults(path: Path) -> NodeFaultHistory:
     entries, damaged = [], []
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            one = _parse_node_fault(line)
-            entries += [one] if one else []
-            damaged += [] if one else [number]
+            fault = _parse_node_fault(line)
+            entries += [fault] if fault else []
+            damaged += [] if fault else [number]
     if not damaged:
         return NodeFaultHistory(tuple(entries))
     lines = f"{len(damaged)} lines, the first is {damaged[0]}" if len(damaged) > 1 else f"line {damaged[0]}"
@@ -218,18 +225,15 @@ def load_node_faults(path: Path) -> NodeFaultHistory:
 
 def _parse_node_fault(line: str) -> NodeFault | None:
     try:
-        found = json.loads(line)
-        (node,) = expand_hosts(str(found["node"]), "node")
-        moment, attempt = float(found["time"]), int(found.get("attempt", 0))
-    except (ValueError, TypeError, KeyError, UsageError, RecursionError, OverflowError):
+        fault = parse_typed(NodeFault, json.loads(line), allow_extra=True)
+        (node,) = expand_hosts(fault.node, "node")
+    except (ValueError, UsageError, RecursionError):
         return None
-    texts = {key: found.get(key, "") for key in ("cause", "run", "evidence", "log", "signature")}
-    if not 0 <= moment < 1e11 or not all(isinstance(text, str) for text in texts.values()):
-        return None
-    # It is printed, and made into a line for an admin's shell: nothing but text.
-    texts = {key: _clean_line(text) for key, text in texts.items()}
-    job = found.get("job")
-    return NodeFault(node, moment, attempt=attempt, job=job if isinstance(job, int) else None, **texts)
+    # The texts are printed, and become part of a command for an admin.
+    texts: dict[str, Any] = {
+        name: _clean_line(value) for name, value in vars(fault).items() if isinstance(value, str)
+    }
+    return replace(fault, **texts | {"node": node}) if 0 <= fault.time < 1e11 else None
 
 
 def _clean_line(text: str) -> str:
@@ -242,7 +246,9 @@ def append_node_faults(path: Path, entries: Iterable[NodeFault]) -> None:
 
     A file system that stalls is waited for a few seconds only.
     """
-    lines = "".join(f"{json.dumps(_fault_as_json(one), ensure_ascii=False)}\n" for one in entries).encode()
+    lines = "".join(
+        f"{json.dumps(_fault_as_json(fault), ensure_ascii=False)}\n" for fault in entries
+    ).encode()
     failed: list[str] = []
 
     def write() -> None:
@@ -282,14 +288,14 @@ def _append_locked(path: Path, lines: bytes) -> None:
         os.close(lock)
 
 
-def _fault_as_json(one: NodeFault) -> dict[str, Any]:
-    values = {key: value for key, value in vars(one).items() if value not in ("", None)}
+def _fault_as_json(fault: NodeFault) -> dict[str, Any]:
+    values = {key: value for key, value in vars(fault).items() if value not in ("", None)}
     kept = {key: _clean_line(value) if isinstance(value, str) else value for key, value in values.items()}
-    return kept | {"weight": one.weight}
+    return kept | {"weight": fault.weight}
 
 
 def forget_node_faults(path: Path, nodes: Iterable[str], now: float) -> None:
-    """Clear nodes of all that was seen of them so far; SiteError where that cannot be written."""
+    """Clear all faults of these nodes so far; SiteError if that cannot be written."""
     append_node_faults(path, [NodeFault(node, now, FORGOTTEN_CAUSE) for node in nodes])
 
 
@@ -311,14 +317,14 @@ def select_scores(scores: Mapping[str, LemonScore], words: Sequence[str]) -> dic
 
 
 def load_nodes_to_avoid(nodes: Collection[str], bad: Collection[str], needed: int, now: float) -> BadNodeList:
-    """Those nodes that a job is to keep away from for what the user's runs saw, and what to tell of it."""
-    found = load_node_faults(node_fault_file())
-    chosen = select_nodes_to_avoid(score_nodes(found.entries, now), nodes, bad, needed)
-    return BadNodeList(chosen.entries, (*found.notes, *chosen.notes))
+    """Return the nodes that a job should avoid for the faults that the user's runs saw, with notes."""
+    history = load_node_faults(node_fault_file())
+    chosen = select_nodes_to_avoid(score_nodes(history.entries, now), nodes, bad, needed)
+    return BadNodeList(chosen.entries, (*history.notes, *chosen.notes))
 
 
 def record_node_faults(entries: Iterable[NodeFault]) -> str:
-    """Append to the user's file; says why that failed, or nothing: it never stops a run."""
+    """Append to the user's file; return why that failed, or an empty text: it never stops a run."""
     try:
         append_node_faults(node_fault_file(), entries)
     except SiteError as error:

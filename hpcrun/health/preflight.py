@@ -14,6 +14,7 @@ from hpcrun.finding import Finding
 from hpcrun.health import probes
 from hpcrun.health.probes import CheckTarget
 from hpcrun.health.xids import XidAction
+from hpcrun.specs.preflight import PreflightCheck
 from hpcrun.specs.rundir import RunDir
 from hpcrun.typed_json import Tagged
 
@@ -21,25 +22,30 @@ _PROBE_S = 3.0
 _GPU_S = 6.0
 _SLACK_S = 0.5
 MAX_PREFLIGHT_S = 9.0
-"""No node looks for longer than this; it answers in far less than a second when it is well."""
-_PROBES: dict[str, Callable[[CheckTarget], list[Finding]]] = {
+"""No node takes longer than this; a healthy one answers in far less than a second."""
+Probe = Callable[[CheckTarget], list[Finding]]
+_PROBES: dict[PreflightCheck, Probe | None] = {
     "limits": probes.probe_limits,
     "space": probes.probe_space,
     "write": probes.probe_write,
+    # The supervisor judges the clock, by the time in the node's answer (launch.admission).
+    "clock": None,
     "interface": probes.probe_interface,
     "leftovers": probes.probe_leftovers,
     "shm": probes.probe_shared_memory,
     "sums": probes.probe_arithmetic,
     "gpu": probes.probe_gpus,
     "nic": probes.probe_nics,
+    # One thread for each of the site's programs, see run_probes.
+    "site": None,
 }
 
 
 @dataclass(frozen=True)
 class PreflightRequest(Tagged):
-    """What a node is asked to look at, as it travels to the agents."""
+    """What a node is asked to check, as it is sent to the agents."""
 
-    checks: Sequence[str]
+    checks: Sequence[PreflightCheck]
     attempt: int = 1
     scratch: Sequence[str] = ()
     """Directories of the node's own, besides /tmp."""
@@ -55,11 +61,11 @@ class PreflightRequest(Tagged):
     program_s: float = 5.0
 
     def of(self, node: str) -> PreflightRequest:
-        """The same for one node."""
+        """Return the request to one node."""
         return replace(self, hcas=self.hcas_of.get(node.partition(".")[0], self.hcas), hcas_of={})
 
     def place(self, run: RunDir, root: Path = Path("/")) -> CheckTarget:
-        """What the probes look at."""
+        """Return what the probes look at."""
         scratch, hcas = tuple(self.scratch), tuple(self.hcas)
         xids = {int(code): action for code, action in self.xids.items()}
         return CheckTarget(run, self.attempt, scratch, self.interface, hcas, self.gpus, xids, root)
@@ -67,7 +73,7 @@ class PreflightRequest(Tagged):
 
 @dataclass(frozen=True)
 class PreflightReport(Tagged):
-    """What a node has found."""
+    """The findings of a node."""
 
     attempt: int
     time: float
@@ -78,47 +84,44 @@ class PreflightReport(Tagged):
 
 
 class _ProbeThread(threading.Thread):
-    """One check, in a thread of its own: a file system or a tool that hangs must not hold up the others."""
+    """Runs one probe in its own thread: a file system or tool that hangs must not delay the others."""
 
-    def __init__(self, check: str, look: Callable[[], list[Finding]], limit_s: float) -> None:
+    def __init__(self, check: str, probe: Callable[[], list[Finding]], limit_s: float) -> None:
         super().__init__(name=f"preflight {check}", daemon=True)
-        self.check, self.limit_s = check, limit_s
-        self._look = look
-        self.found: list[Finding] | None = None
+        self.limit_s = limit_s
+        self._check, self._probe = check, probe
+        self.findings = [Finding("unknown", check, "", f"gave no answer within {limit_s:g} s")]
 
     def run(self) -> None:
-        """Look."""
+        """Run the probe."""
         try:
-            self.found = self._look()
+            self.findings = self._probe()
         except (HpcrunError, OSError, ValueError) as error:
-            self.found = [Finding("unknown", self.check, "", " ".join(str(error).split())[:200])]
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What it has found; that it is unknown where it has not come back."""
-        late = Finding("unknown", self.check, "", f"gave no answer within {self.limit_s:g} s")
-        return [late] if self.found is None else self.found
+            self.findings = [Finding("unknown", self._check, "", " ".join(str(error).split())[:200])]
 
 
-def run_probes(place: CheckTarget, ask: PreflightRequest) -> list[Finding]:
-    """Everything that was asked for, all at once."""
-    waiting = [
+def run_probes(place: CheckTarget, request: PreflightRequest) -> list[Finding]:
+    """Run the probes of all requested checks at the same time.
+
+    KeyError for a check that has no entry in _PROBES.
+    """
+    selected = [(name, _PROBES[name]) for name in request.checks]
+    threads = [
         _ProbeThread(name, partial(probe, place), _GPU_S if name == "gpu" else _PROBE_S)
-        for name, probe in _PROBES.items()
-        if name in ask.checks
+        for name, probe in selected
+        if probe is not None
     ]
-    limit_s = min(ask.program_s, MAX_PREFLIGHT_S - 2 * _SLACK_S)
-    waiting += [
+    limit_s = min(request.program_s, MAX_PREFLIGHT_S - 2 * _SLACK_S)
+    threads += [
         _ProbeThread("site", partial(probes.run_site_check, path, limit_s), limit_s + _SLACK_S)
-        for path in ask.programs
-        if "site" in ask.checks
+        for path in (request.programs if "site" in request.checks else ())
     ]
     began = time.monotonic()
-    for one in waiting:
-        one.start()
-    for one in waiting:
-        one.join(max(0.0, began + one.limit_s - time.monotonic()))
-    return [found for one in waiting for found in one.findings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, began + thread.limit_s - time.monotonic()))
+    return [finding for thread in threads for finding in thread.findings]
 
 
 def answer_preflight(run: RunDir, request: PreflightRequest) -> PreflightReport:

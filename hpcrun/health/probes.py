@@ -1,4 +1,4 @@
-"""The probes behind the checks of a node: each looks at one thing, and gives its verdicts.
+"""The probes behind the checks of a node: each tests one thing and returns its results.
 
 They run in agents, where neither numpy nor torch is loaded.
 """
@@ -50,7 +50,7 @@ _EXPECTED_CHECKSUMS = (627323699524028846, 4224595839)
 
 @dataclass(frozen=True)
 class CheckTarget:
-    """The node that is looked at: its files, and what of it the run uses."""
+    """The node that is probed: its files, and what the run uses of it."""
 
     run: RunDir
     attempt: int = 1
@@ -59,7 +59,7 @@ class CheckTarget:
     interface: str | None = None
     hcas: tuple[str, ...] = ()
     gpus: int = 0
-    """How many were asked for."""
+    """How many were requested."""
     xids: Mapping[int, XidAction] = field(default_factory=dict)
     """What the site makes of numbers in the kernel's log."""
     root: Path = Path("/")
@@ -77,8 +77,8 @@ def probe_limits(place: CheckTarget) -> list[Finding]:
         name: resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[0]
         for name in ("nofile", "nproc", "stack", "memlock")
     }
-    known = {name: math.inf if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
-    return judge_limits(known, is_infiniband=bool(read_rdma_ports(place.root, with_gids=False)))
+    limits = {name: math.inf if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
+    return judge_limits(limits, is_infiniband=bool(read_rdma_ports(place.root, with_gids=False)))
 
 
 def probe_space(place: CheckTarget) -> list[Finding]:
@@ -181,24 +181,24 @@ def probe_gpus(place: CheckTarget) -> list[Finding]:
 def probe_leftovers(place: CheckTarget) -> list[Finding]:
     """Processes that this run's earlier attempts, or runs that have ended, have left here.
 
-    Those of this run are ended; those of others are told.
+    Those of this run are killed; those of others are reported.
     """
     ours: list[ProcessId] = []
     others: dict[str, list[ProcessId]] = {}
-    kept = {one.pid for one in _ancestors()}
+    kept = {os.getpid(), *process.ancestors()}
     for pid in _own_pids():
         environ = process.read_initial_environment(pid)
-        found = process.identify_process(pid) if RUN_ID_VARIABLE in environ and pid not in kept else None
-        if found is None:
+        identity = process.identify_process(pid) if RUN_ID_VARIABLE in environ and pid not in kept else None
+        if identity is None:
             continue
         if environ[RUN_ID_VARIABLE] != place.run.run_id:
-            others.setdefault(environ.get(RUN_DIR_VARIABLE, ""), []).append(found)
+            others.setdefault(environ.get(RUN_DIR_VARIABLE, ""), []).append(identity)
         elif environ.get(ATTEMPT_VARIABLE, "").isdigit() and int(environ[ATTEMPT_VARIABLE]) < place.attempt:
-            ours.append(found)
+            ours.append(identity)
     findings = [_kill_leftovers(ours)] if ours else []
     for path, processes in sorted(others.items()):
         if path and _is_run_dead(place.run, run := RunDir(Path(path))):
-            pids = " ".join(str(one.pid) for one in processes[:_MAX_SHOWN])
+            pids = " ".join(str(leftover.pid) for leftover in processes[:_MAX_SHOWN])
             text = f"{run.id} has ended, and left processes here ({len(processes)}): {pids}"
             findings.append(Finding("warning", "leftovers", "", text))
     return findings
@@ -207,23 +207,15 @@ def probe_leftovers(place: CheckTarget) -> list[Finding]:
 def _kill_leftovers(left: list[ProcessId]) -> Finding:
     process.kill_processes(left)
     deadline = time.monotonic() + _KILL_WAIT_S
-    while (alive := [one for one in left if process.is_alive(one)]) and time.monotonic() < deadline:
+    while (
+        alive := [leftover for leftover in left if process.is_alive(leftover)]
+    ) and time.monotonic() < deadline:
         time.sleep(0.02)
     if alive:
         pids = " ".join(str(one.pid) for one in alive[:_MAX_SHOWN])
         return Finding("error", "leftovers", "", f"processes of an earlier attempt cannot be ended: {pids}")
     text = f"ended what an earlier attempt had left: {len(left)} process{'es' * (len(left) > 1)}"
     return Finding("warning", "leftovers", "", text)
-
-
-def _ancestors() -> Iterator[ProcessId]:
-    """This process, and those that it comes from."""
-    found = process.identify_process(os.getpid())
-    while found is not None:
-        yield found
-        text = _read_kernel_file(Path(f"/proc/{found.pid}/stat")) or ")"
-        fields = text[text.rindex(")") + 1 :].split()
-        found = process.identify_process(int(fields[1])) if len(fields) > 1 and fields[1] != "0" else None
 
 
 def _own_pids() -> Iterator[int]:
@@ -298,7 +290,7 @@ def run_site_check(path: str, timeout_s: float) -> list[Finding]:
 
 
 def _read_kernel_file(path: Path) -> str | None:
-    """What a file of the kernel's says; None where there is none."""
+    """Return the text of a kernel file; None if there is none."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""XIDs: the numbers by which NVIDIA's driver tells in the kernel's log what has happened to a GPU.
+"""XIDs: the numbers with which NVIDIA's driver reports in the kernel's log what has happened to a GPU.
 
-Which action a number asks for is NVIDIA's catalogue of XIDs (October 2025); the lists of others differ, and
-a site may have its own. What the driver itself asks for (gpu_recovery_action) goes before any list.
+The action for a number comes from NVIDIA's catalogue of XIDs (October 2025); other lists differ, and a site
+may have its own. The action that the driver itself requests (gpu_recovery_action) takes precedence.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from hpcrun.errors import SiteError
 from hpcrun.finding import Finding, Severity
 
 XidAction = Literal["ignore", "restart", "reset", "reboot", "look"]
-"""nothing · the program starts again · the GPU needs a reset · the node a reboot · somebody has to look."""
+"""nothing · the program starts again · the GPU needs a reset · the node needs a reboot · a person must
+look."""
 XID_ACTIONS: tuple[XidAction, ...] = get_args(XidAction)
 
 _CATALOGUE: dict[XidAction, tuple[int, ...]] = {
@@ -54,16 +55,16 @@ def parse_xids(text: str, now: datetime | None = None) -> list[Xid]:
 
     A line whose time cannot be read counts.
     """
-    found = dict[Xid, None]()
+    xids = dict[Xid, None]()
     for line in text.splitlines():
         match = _XID_LINE.search(line)
         if match and not (now and _is_old(line, now)):
-            found[Xid(match[1].lower(), int(match[2]))] = None
-    return list(found)
+            xids[Xid(match[1].lower(), int(match[2]))] = None
+    return list(xids)
 
 
 def xid_action(code: int, site: Mapping[int, XidAction] | None = None) -> XidAction | None:
-    """What a number asks for, by the site's own list before the catalogue; None where neither knows it."""
+    """Return the action for a number, by the site's list, else the catalogue; None if neither has it."""
     return (site or {}).get(code, _ACTION_OF.get(code))
 
 
@@ -78,8 +79,8 @@ def judge_xids(
 ) -> list[Finding]:
     """Report the numbers that keep an attempt away from the node, or that somebody should know of.
 
-    `is_asked`: whether the driver asks for an action by itself; where it says that none is needed, a list
-    only warns.
+    `is_asked`: whether the driver itself requests an action; if it says that none is needed, a list only
+    warns.
     """
     findings = []
     for one in sorted(found):

@@ -27,7 +27,7 @@ def build_requeue_exclusion(allocation: Allocation, nodes: Sequence[str], needed
             return ""
         words = ["sinfo", "-h", "-N", "-o", "%N", "-p", record.partition]
         names = dict.fromkeys(run_slurm_client(words, timeout_s=_ASK_S).stdout.split())
-        before = expand_hosts(record.fields.get("ExcNodeList", ""), "ExcNodeList")
+        before = expand_hosts(record.excluded_nodes, "ExcNodeList")
     except (SiteError, UsageError):
         return ""
     new = [node for node in nodes if node in names and node not in before]

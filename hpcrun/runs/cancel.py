@@ -11,10 +11,8 @@ from hpcrun import process
 from hpcrun.errors import EXIT_INTERRUPTED, HpcrunError, SiteError, UsageError
 from hpcrun.runs.remote_signal import signal_successor
 from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
-from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.slurm.ids import parse_job_id
 from hpcrun.slurm.queue import JobQuery, JobQueryResult, cancel_job, query_jobs
-from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 
@@ -37,10 +35,10 @@ def cancel_run(run: RunDir, *, now: bool = False) -> list[str]:
             # A supervisor that is lost at this moment hands nothing on.
             with suppress(OSError):
                 write_json(one.run.wish, {"time": time.time(), "attempt": one.attempt})
-    lines = [_cancel_process(one.run, now) for one in _one_per_process([one for one in ahead if not one.job])]
+    lines = [_cancel_process(one, now) for one in _one_per_process([one for one in ahead if not one.job])]
     by_job: dict[JobQuery, list[RunState]] = {}
     for one in ahead:
-        if one.job and not now and (reached := signal_successor(one.run, signal.SIGTERM, one.cluster)):
+        if one.job and not now and (reached := signal_successor(one.snapshot, signal.SIGTERM, one.cluster)):
             lines.append(f"{one.run.id}: asked {reached} to save and stop")
         elif one.job:
             by_job.setdefault(_scancel_target(run, one), []).append(one)
@@ -62,8 +60,8 @@ def _one_per_process(states: Sequence[RunState]) -> list[RunState]:
     return list({one.pid: one for one in running or states}.values())
 
 
-def _cancel_process(run: RunDir, now: bool) -> str:
-    found = RunSnapshot(run, read_provenance(run.sweep_of_element or run)).process
+def _cancel_process(state: RunState, now: bool) -> str:
+    run, found = state.run, state.snapshot.process if state.snapshot else None
     if found is None:
         return f"{run.id}: has ended just now"
     pid, handle = found[1].pid, process.ProcessHandle(found[1])

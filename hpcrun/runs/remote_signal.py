@@ -5,9 +5,8 @@ from __future__ import annotations
 import signal
 
 from hpcrun.runs.snapshot import RunSnapshot
-from hpcrun.slurm.client import run_slurm_client
-from hpcrun.specs.provenance import read_provenance
-from hpcrun.specs.rundir import RunDir
+from hpcrun.slurm.allocation import node_step
+from hpcrun.slurm.client import cluster_option, run_slurm_client
 
 _SRUN_S = 30.0
 # The pid may be another process's by now: the fields of its stat from the state on start with the 3rd.
@@ -17,18 +16,16 @@ _KILL_SCRIPT = (
 )
 
 
-def signal_successor(run: RunDir, number: signal.Signals, cluster: str = "") -> str:
+def signal_successor(view: RunSnapshot | None, number: signal.Signals, cluster: str = "") -> str:
     """Signal the supervisor on another node that leads the run; "" where the batch shell still leads to it.
 
     SiteError in srun's words when it cannot be reached.
     """
-    view = RunSnapshot(run, read_provenance(run.sweep_of_element or run))
-    found, job = view.process, view.supervisor.get("slurm_job")
-    if not view.is_taken_over or found is None or job is None:
+    found, job = (view.process, view.supervisor.get("slurm_job")) if view else (None, None)
+    if view is None or not view.is_taken_over or found is None or job is None:
         return ""
     host, who = found
-    argv = ["srun", f"--jobid={job}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--mem=0"]
-    argv += ["--mpi=none", *(["-M", cluster] if cluster else [])]
+    argv = node_step(host, f"--jobid={job}", *cluster_option(cluster))
     name = number.name.removeprefix("SIG")
     words = ["sh", "-c", _KILL_SCRIPT, "sh", name, str(who.pid), str(who.start_ticks)]
     run_slurm_client([*argv, *words], timeout_s=_SRUN_S).require_success()

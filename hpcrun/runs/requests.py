@@ -1,4 +1,4 @@
-"""What a person asks of a run that goes on: save now and go on, or save and stop."""
+"""Ask a run to save now and go on, and wait for its save."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from dataclasses import dataclass
 
 from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, UsageError
-from hpcrun.runs.cancel import cancel_run
 from hpcrun.runs.follow import PollIntervals, RunWatcher, format_run_state
 from hpcrun.runs.remote_signal import signal_successor
 from hpcrun.runs.run_state import RunState, read_element_states, read_run_states
-from hpcrun.runs.snapshot import RunSnapshot
 from hpcrun.slurm.answers import parse_slurm_problem
-from hpcrun.slurm.client import run_slurm_client
+from hpcrun.slurm.client import cluster_option, run_slurm_client
 from hpcrun.specs.metrics import MetricReader, SaveMetric, StoredMetric
 from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
@@ -42,14 +40,14 @@ def request_save(run: RunDir, *, force: bool = False) -> SaveRequest:
     """
     _require_savable_run(run, force)
     states = read_element_states(run) if run.sweep.is_file() else read_run_states([run])
-    begun = [one for one in states if one.state == "running" and _has_supervisor(one.run)]
+    begun = [one for one in states if one.state == "running" and _has_supervisor(one)]
     if not begun:
         raise _nothing_to_save_error(read_run_states([run])[0] if run.sweep.is_file() else states[0])
     answers = {one.run: MetricReader(one.run, from_now=True) for one in begun}
-    lines = [_signal_process(one.run) for one in begun if not one.job]
+    lines = [_signal_process(one) for one in begun if not one.job]
     by_cluster: defaultdict[str, list[str]] = defaultdict(list)
     for one in begun:
-        if one.job and (reached := signal_successor(one.run, signal.SIGUSR1, one.cluster)):
+        if one.job and (reached := signal_successor(one.snapshot, signal.SIGUSR1, one.cluster)):
             lines.append(f"{one.run.id}: asked {reached} to save and go on")
         elif one.job:
             by_cluster[one.cluster].append(one.job)
@@ -57,11 +55,6 @@ def request_save(run: RunDir, *, force: bool = False) -> SaveRequest:
         _signal_batch_jobs(jobs, cluster)
         lines.append(f"{run.id}: asked job {', '.join(jobs)} to save and go on")
     return SaveRequest(lines, answers)
-
-
-def request_stop(run: RunDir) -> list[str]:
-    """Ask a run to save and stop, and not to be queued again; what waits is taken out of the queue."""
-    return cancel_run(run)
 
 
 def wait_for_saves(
@@ -118,10 +111,10 @@ def _require_savable_run(run: RunDir, force: bool) -> None:
         )
 
 
-def _has_supervisor(run: RunDir) -> bool:
+def _has_supervisor(state: RunState) -> bool:
     """Whether the newest attempt has a supervisor: that knows the signal, a shell may die of it."""
-    view = RunSnapshot(run, read_provenance(run.sweep_of_element or run))
-    return view.has_begun and not view.attempts[-1].outcome.exists()
+    view = state.snapshot
+    return view is not None and view.has_begun and not view.attempts[-1].outcome.exists()
 
 
 def _nothing_to_save_error(state: RunState) -> HpcrunError:
@@ -135,8 +128,8 @@ def _nothing_to_save_error(state: RunState) -> HpcrunError:
     return UsageError(f"{state.run.id} is {state.state}{why}; there is nothing to save")
 
 
-def _signal_process(run: RunDir) -> str:
-    found = RunSnapshot(run, read_provenance(run.sweep_of_element or run)).process
+def _signal_process(state: RunState) -> str:
+    run, found = state.run, state.snapshot.process if state.snapshot else None
     handle = process.ProcessHandle(found[1]) if found else None
     if handle is None or not handle.signal(signal.SIGUSR1):
         return f"{run.id}: has ended just now"
@@ -146,8 +139,7 @@ def _signal_process(run: RunDir) -> str:
 
 def _signal_batch_jobs(jobs: Sequence[str], cluster: str) -> None:
     """Through the batch shell, which hands it on; SiteError with scancel's words."""
-    where = ["-M", cluster] if cluster else []
-    words = ["scancel", "--state=RUNNING", "--batch", "--signal=USR1", *where, *jobs]
+    words = ["scancel", "--state=RUNNING", "--batch", "--signal=USR1", *cluster_option(cluster), *jobs]
     done = run_slurm_client(words, timeout_s=_SCANCEL_S)
     trouble = parse_slurm_problem(done.stderr)
     if trouble is None or trouble.kind not in ("no-job", "ended"):

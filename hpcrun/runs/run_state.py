@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from hpcrun.errors import EXIT_DONE, EXIT_INTERRUPTED, EXIT_RANKS_DIED, EXIT_SAVED, UsageError
@@ -81,6 +81,8 @@ class RunState:
 
     So it is after a failover: the batch script is gone, and the job has to be cancelled.
     """
+    snapshot: RunSnapshot | None = field(default=None, repr=False, compare=False)
+    """What the run's directory said, which the state was made of; None for a sweep and a damaged run."""
 
     @property
     def shown(self) -> str:
@@ -103,7 +105,7 @@ class RunState:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, the run by its id and path."""
-        values = {name: value for name, value in vars(self).items() if name != "run"}
+        values = {name: value for name, value in vars(self).items() if name not in ("run", "snapshot")}
         return {"id": self.run.id, "path": str(self.run.path), **values}
 
 
@@ -348,6 +350,7 @@ def _make_run_state(
         submission=view.submission_number,
         changed=_last_change(view.run),
         slurm_state=_contradicting_slurm_state(state, ended.get("slurm_state") or "") if ended else "",
+        snapshot=view,
     )
 
 

@@ -38,10 +38,10 @@ from hpcrun.checkpoint.format import (
 )
 from hpcrun.checkpoint.generation import GenerationReader, read_part_tail
 from hpcrun.checkpoint.levels import GenerationId
-from hpcrun.checkpoint.lustre.storage import find_mount
 from hpcrun.checkpoint.os_errors import explain_os_error
 from hpcrun.checkpoint.restore.inventory import gc_paused
 from hpcrun.errors import HpcrunError, SiteError, UsageError
+from hpcrun.mounts import find_mount
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.data_files import DataFileWriter, PartResult
 from hpcrun.runtime.random_state import rng_state, set_rng_state

@@ -1,4 +1,4 @@
-"""The Slurm allocation that we stand in: its nodes, its end, its steps, and how it is queued again."""
+"""The Slurm allocation of this process: its nodes, its end, its steps, and its requeue."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _REQUEUE_TIMEOUT_S = 60
 _TRIES, _PAUSE_S = 3, 0.3
 _SLACK_S = 5.0
 MAX_SEPARATE_STEPS = 64
-"""Up to so many nodes each agent gets a step of its own, which nothing on another node can end.
+"""Up to this many nodes each agent gets its own step, which nothing on another node can end.
 
-Each costs an srun on the batch host, some 10 MB and a thread or two: above, one step has to do for all.
+Each step costs an srun on the batch host: some 10 MB and a thread or two. More nodes share one step.
 """
 JobDisposition = Literal["running", "queued again", "cancelled", "time limit", "unknown"]
 _ALREADY_REQUEUED = re.compile(
@@ -79,9 +79,9 @@ class Allocation:
         return "time limit" if late else "cancelled"
 
     def draining_nodes(self) -> dict[str, str] | None:
-        """Those of the job's nodes that an admin has taken out of service, and how; None without an answer.
+        """The nodes of the job that an admin has drained, and the reason; None if Slurm does not answer.
 
-        Slurm lets their jobs go on, but a new attempt may as well do without them.
+        Slurm lets their jobs run on, but a new attempt should avoid these nodes.
         """
         words = ["scontrol", "-o", "show", "node", fold_hosts(self.nodes, suffixes=False)]
         try:
@@ -91,13 +91,13 @@ class Allocation:
         if not records:
             return None
         return {
-            one.name: f"draining{f' ({one.reason})' if one.reason else ''}"
-            for one in records
-            if "DRAIN" in (one.state.name, *one.state.flags)
+            node.name: f"draining{f' ({node.reason})' if node.reason else ''}"
+            for node in records
+            if "DRAIN" in (node.state.name, *node.state.flags)
         }
 
     def requeue(self) -> None:
-        """Put the job back into the queue under its own id; SiteError, in Slurm's words, when it refuses."""
+        """Requeue the job under its own id; SiteError with Slurm's message if it refuses."""
         done = run_slurm_client(["scontrol", "requeue", self.id], timeout_s=_REQUEUE_TIMEOUT_S)
         words = " ".join((done.stderr or done.stdout).split())
         if done.exit_code == 0 or _ALREADY_REQUEUED.search(words):
@@ -108,28 +108,29 @@ class Allocation:
             raise SiteError(f"`scontrol requeue {self.id}`: {words}")
 
     def update(self, assignment: str) -> str:
-        """Change the job as `scontrol update` does, such as Requeue=1; empty, or Slurm's words against it."""
-        told = ""
+        """Change the job as `scontrol update` does, such as Requeue=1; return Slurm's error, or an empty
+        text."""
+        problem = ""
         for _ in range(_TRIES):
             # After a requeue its TERM may end the command before it has done anything.
             try:
                 words = ["scontrol", "update", f"JobId={self.id}", assignment]
                 done = run_slurm_client(words, timeout_s=_QUERY_TIMEOUT_S)
             except SiteError as error:
-                told = str(error)
+                problem = str(error)
             else:
                 if done.exit_code == 0:
                     return ""
-                told = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.exit_code}"
+                problem = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.exit_code}"
             time.sleep(_PAUSE_S)
-        return told
+        return problem
 
     def agent_steps(
         self, run: RunDir, nodes: Sequence[str], most: int = MAX_SEPARATE_STEPS
     ) -> dict[tuple[str, ...], list[str]]:
-        """How the agents of these nodes are started: as steps that outlive the ranks and the other nodes.
+        """Return the commands that start the agents of these nodes, as steps that outlive the ranks.
 
-        One a node, or, where they are more than `most`, one for all.
+        One step a node, or one step for all if there are more than `most`.
         """
         groups = [(node,) for node in nodes] if len(nodes) <= most else [tuple(nodes)]
         return {group: self._agent_step(run, group) for group in groups}
@@ -151,9 +152,9 @@ class Allocation:
 
 
 def batch_identity(environ: Mapping[str, str]) -> dict[str, int]:
-    """For the record of an end: which job, by the number that sbatch gave, and which start of it; or nothing.
+    """For the exit record: the job number that sbatch gave, and which start of the job this is; or nothing.
 
-    By these, and not by the time, it is told from the record of another job or start.
+    A reader compares these, and not the time, to tell this job and start from others.
     """
     job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID", "")
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
@@ -182,6 +183,13 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     )
 
 
+def node_step(node: str, *options: str) -> list[str]:
+    """Return an srun command that runs one task on one node next to the job's ranks, without taking
+    resources."""
+    words = ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--no-kill", "--mpi=none", "--mem=0"]
+    return [*words, "--cpu-bind=none", f"--nodelist={node}", *options]
+
+
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for an srun that says all by itself: options of the job must not become the step's."""
+    """The environment for such an srun: options of the job must not become the step's."""
     return {name: value for name, value in environ.items() if not _STEP_OPTIONS.match(name)}

@@ -19,10 +19,10 @@ SlurmProblemKind = Literal[
     "refused",
     "unknown",
 ]
-"""busy: it may work in a moment, or have worked already · no-job: no such job (any more) · no-accounting:
-this cluster keeps no accounts · database-down: it does, but they cannot be asked now · pending: the job waits
-already · ended: the job is over · unreachable: no controller, no credential · refused: not as asked ·
-unknown: none of the messages that we know."""
+"""busy: it may work later, or have worked already · no-job: no such job (any more) · no-accounting: this
+cluster keeps no accounts · database-down: it does, but the database does not answer · pending: the job waits
+already · ended: the job is over · unreachable: no controller, no credential · refused: the request is not
+accepted · unknown: no message that is known here."""
 
 _LABELLED = re.compile(
     r"^(?:\w+: )?(?:(?:error|fatal): |slurm_\w+ error: )|: (?:unrecognized|invalid) option", re.I
@@ -84,18 +84,18 @@ class SlurmProblem(NamedTuple):
 
 
 def parse_slurm_problem(text: str) -> SlurmProblem | None:
-    """The trouble that a command's output tells of; None where there is none."""
+    """Return the problem that a command's output reports; None if there is none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = " / ".join(lines)
+    output = " / ".join(lines)
     for kind, messages in _PROBLEMS.items():
         for pattern, remedy in messages.items():
-            if re.search(pattern, said):
-                return SlurmProblem(kind, said, remedy)
-    return SlurmProblem("unknown", said) if any(_LABELLED.search(line) for line in lines) else None
+            if re.search(pattern, output):
+                return SlurmProblem(kind, output, remedy)
+    return SlurmProblem("unknown", output) if any(_LABELLED.search(line) for line in lines) else None
 
 
 class SbatchAnswer(NamedTuple):
-    """What sbatch answered: the job's id and cluster, or the trouble."""
+    """What sbatch answered: the job's id and cluster, or the problem."""
 
     job: int | None
     cluster: str = ""
@@ -109,10 +109,10 @@ _PARSABLE = re.compile(r"(?P<job>[0-9]{1,10})(?:;(?P<cluster>[\w.-]+))?", re.ASC
 
 
 def parse_sbatch_answer(stdout: str, stderr: str = "") -> SbatchAnswer:
-    """The id in sbatch's answer: its sentence, `--parsable` with or without cluster, or a wrapper's number.
+    """Parse the id from sbatch's answer: its sentence, `--parsable` output, or a wrapper's number.
 
-    Only whole lines count, and the last of them: a site's banner may speak of other jobs. Trouble on stderr
-    is told along with an id, because sbatch may complain and still submit.
+    Only whole lines count, and the last of them: a site's banner may mention other jobs. A problem on stderr
+    is returned along with an id, because sbatch may complain and still submit.
     """
     trouble = parse_slurm_problem(stderr)
     lines = [line.strip() for line in stdout.splitlines()]
@@ -121,33 +121,5 @@ def parse_sbatch_answer(stdout: str, stderr: str = "") -> SbatchAnswer:
         if matches:
             return SbatchAnswer(int(matches[-1]["job"]), matches[-1]["cluster"] or "", trouble)
     words = " / ".join(line.strip() for line in f"{stderr}\n{stdout}".splitlines() if line.strip())
-    found = trouble or parse_slurm_problem(stdout)
-    return SbatchAnswer(None, trouble=found or SlurmProblem("unknown", words or "sbatch printed nothing"))
-
-
-class StartEstimate(NamedTuple):
-    """What `sbatch --test-only` foretells: when the job would start, and where."""
-
-    start: str
-    processors: int
-    nodes: str
-    partition: str
-
-
-_ESTIMATE = re.compile(
-    r"Job [0-9]+ to start at (?P<start>\S+)(?: a)? using (?P<processors>[0-9]{1,9}) processors"
-    r" on (?:nodes )?(?P<nodes>\S+)(?: in partition (?P<partition>\S+))?",
-    re.ASCII,
-)
-
-
-def parse_start_estimate(text: str) -> StartEstimate | SlurmProblem:
-    """The answer of `sbatch --test-only`, which it gives on stderr."""
-    match = _ESTIMATE.search(text)
-    if match:
-        return StartEstimate(
-            match["start"], int(match["processors"]), match["nodes"], match["partition"] or ""
-        )
-    return parse_slurm_problem(text) or SlurmProblem(
-        "unknown", " / ".join(text.split("\n")).strip() or "sbatch said nothing"
-    )
+    problem = trouble or parse_slurm_problem(stdout)
+    return SbatchAnswer(None, trouble=problem or SlurmProblem("unknown", words or "sbatch printed nothing"))

@@ -16,7 +16,7 @@ class ArrayChunk(NamedTuple):
     offset: int
     throttle: int | None = None
     after: int | None = None
-    """Which chunk, by its place, has to end first, so that no more than the throttle run at one time."""
+    """The index of the chunk that has to end first, so that no more than the throttle run at one time."""
 
 
 def split_into_arrays(

@@ -43,12 +43,12 @@ FIXED_OPTIONS = (
     "wait",
     "wait-all-nodes",
 )
-"""What a run counts on: it asks for it, or there must be none."""
+"""Options that a run relies on: they have the job's value, or are absent."""
 _EQUIVALENT_OPTIONS = (
     ("mem", "mem-per-cpu", "mem-per-gpu"),
     ("gres", "gpus", "gpus-per-node", "gpus-per-task"),
 )
-"""Options that stand for one another."""
+"""Options that replace each other."""
 _LINE = re.compile(r"#SBATCH\s+(.*)")
 
 
@@ -67,12 +67,12 @@ class BatchOption(NamedTuple):
 
 def parse_batch_options(lines: Iterable[str]) -> list[BatchOption]:
     """Every option of the #SBATCH lines in their order, short ones and several on a line too."""
-    found: list[BatchOption] = []
+    options: list[BatchOption] = []
     for line in lines:
         match = _LINE.match(line)
         if match:
-            found += _parse_option_line(line, match[1])
-    return found
+            options += _parse_option_line(line, match[1])
+    return options
 
 
 def _parse_option_line(line: str, text: str) -> Iterator[BatchOption]:
@@ -101,26 +101,27 @@ def _parse_option_line(line: str, text: str) -> Iterator[BatchOption]:
 
 def _complete_option_name(name: str) -> str:
     """sbatch takes the beginning of a name where only one begins so."""
-    longer = [one for one in FIXED_OPTIONS if one.startswith(name)]
+    longer = [option for option in FIXED_OPTIONS if option.startswith(name)]
     return longer[0] if len(name) > 3 and name not in FIXED_OPTIONS and len(longer) == 1 else name
 
 
 def effective_options(options: Iterable[BatchOption]) -> dict[str, BatchOption]:
     """The option of each name that counts."""
-    return {one.name: one for one in options}
+    return {option.name: option for option in options}
 
 
 def overridden_options(
-    options: Iterable[BatchOption], asked: dict[str, str]
+    options: Iterable[BatchOption], requested: dict[str, str]
 ) -> Iterator[tuple[str, BatchOption]]:
-    """What a job asks (name to value, empty for none) that another option then stands in for: both."""
+    """Yield each request of a job (name to value, empty for none) that another option overrides, with that
+    option."""
     last = effective_options(options)
-    for name, value in asked.items():
+    for name, value in requested.items():
         if name in FIXED_OPTIONS:
             continue
-        wanted = f"--{name}" + (f"={value}" if value else "")
+        shown = f"--{name}" + (f"={value}" if value else "")
         if name in last and last[name].value != value:
-            yield wanted, last[name]
+            yield shown, last[name]
         for side in _EQUIVALENT_OPTIONS:
-            others = (other for other in side if name in side and other != name and other not in asked)
-            yield from ((wanted, last[other]) for other in others if other in last)
+            others = (other for other in side if name in side and other != name and other not in requested)
+            yield from ((shown, last[other]) for other in others if other in last)

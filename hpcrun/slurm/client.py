@@ -1,4 +1,4 @@
-"""Slurm's commands as we run them: what a person has set for their own use of them changes no answer."""
+"""Runs Slurm's commands so that the user's own settings for them do not change their output."""
 
 from __future__ import annotations
 
@@ -19,30 +19,37 @@ _CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 
 
 def slurm_client_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a command of Slurm's that is told everything by its arguments."""
+    """Return the environment for a Slurm command whose arguments specify everything."""
     return {k: v for k, v in environ.items() if k in KEPT_VARIABLES or not k.startswith(_COMMAND_PREFIXES)}
 
 
 def run_slurm_client(
-    argv: Sequence[str], *, timeout_s: float, more: Mapping[str, str] | None = None
+    argv: Sequence[str], *, timeout_s: float, extra: Mapping[str, str] | None = None
 ) -> process.CompletedCommand:
-    """Run squeue, sinfo, sacct, scancel or scontrol in that environment, with `more` in it."""
-    return process.run(argv, timeout_s=timeout_s, env=slurm_client_environment(os.environ) | dict(more or {}))
+    """Run squeue, sinfo, sacct, scancel or scontrol in that environment, with the `extra` variables."""
+    return process.run(
+        argv, timeout_s=timeout_s, env=slurm_client_environment(os.environ) | dict(extra or {})
+    )
+
+
+def cluster_option(cluster: str | None) -> list[str]:
+    """The option -M of a command, where it is not about the cluster here."""
+    return ["-M", cluster] if cluster else []
 
 
 def cluster_from_environment(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """The variable that says which cluster a person works with, and its value; None where none is set.
+    """Return the variable that names the user's cluster, and its value; None if none is set.
 
-    UsageError where the two that Slurm knows differ.
+    UsageError if the two variables that Slurm knows differ.
     """
-    found = [(name, environ[name].strip()) for name in _CLUSTERS if environ.get(name, "").strip()]
-    if len({value for _, value in found}) > 1:
-        told = " and ".join(f"{name} is {value}" for name, value in found)
-        raise UsageError(f"{told}: which cluster is meant? unset one of the two")
-    return found[0] if found else None
+    variables = [(name, environ[name].strip()) for name in _CLUSTERS if environ.get(name, "").strip()]
+    if len({value for _, value in variables}) > 1:
+        shown = " and ".join(f"{name} is {value}" for name, value in variables)
+        raise UsageError(f"{shown}: which cluster is meant? unset one of the two")
+    return variables[0] if variables else None
 
 
-def choose_cluster(asked: str | None) -> str | None:
-    """What -M gets: the cluster that is asked for, else the one that the environment names."""
-    found = None if asked else cluster_from_environment(os.environ)
-    return found[1] if found else asked
+def choose_cluster(requested: str | None) -> str | None:
+    """Return the value for -M: the requested cluster, else the one that the environment names."""
+    variable = None if requested else cluster_from_environment(os.environ)
+    return variable[1] if variable else requested

@@ -1,4 +1,4 @@
-"""A live cluster, asked through scontrol and sinfo: what it has, and what it did not say."""
+"""Queries a live cluster through scontrol and sinfo: what it has, and what it did not report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.slurm.answers import parse_slurm_problem
-from hpcrun.slurm.client import choose_cluster, run_slurm_client
+from hpcrun.slurm.client import choose_cluster, cluster_option, run_slurm_client
 from hpcrun.slurm.limits import Partition, SlurmConfiguration, parse_partitions, parse_slurm_configuration
 from hpcrun.slurm.nodes import SINFO_FORMAT, NodeRecord, parse_scontrol_nodes, parse_sinfo
 from hpcrun.slurm.states import UNKNOWN
@@ -25,7 +25,7 @@ CLUSTER_QUERIES: dict[str, tuple[str, ...]] = {
     "topology": ("scontrol", "show", "topology"),
     "sinfo": ("sinfo", "-a", "-N", "-h", "-o", SINFO_FORMAT),
 }
-"""What is asked, by the name of the answer; sinfo only where scontrol names no node."""
+"""The commands, by the name of the answer; sinfo only where scontrol names no node."""
 _PARSERS: dict[str, Callable[[str], Sized]] = {
     "version": lambda text: parse_slurm_version(text) or (),
     "config": lambda text: parse_slurm_configuration(text).values,
@@ -34,10 +34,10 @@ _PARSERS: dict[str, Callable[[str], Sized]] = {
     "topology": parse_topology,
     "sinfo": parse_sinfo,
 }
-"""Nothing comes out of these where an answer is none."""
+"""These return something empty for an answer that holds nothing."""
 _FLAT = {"default", "flat", "none"}
 FLAT_TOPOLOGY_ANSWER = "No topology information available"
-"""What scontrol says of a cluster without switches and blocks."""
+"""scontrol's answer on a cluster without switches and blocks."""
 _CLUSTER = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 _REMEDY = (
     "run this on a login node of the cluster, and load the module that holds Slurm where the site has one"
@@ -46,7 +46,7 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class LiveCluster:
-    """What Slurm says about itself now; a part that it does not say is empty or None."""
+    """What Slurm reports about itself now; what it does not report is empty or None."""
 
     version: SlurmVersion | None
     """Of the commands here, which decides what sbatch accepts; else of the controller."""
@@ -86,7 +86,7 @@ def query_cluster(slurm_cluster: str | None = None, timeout_s: float = 30.0) -> 
 
 
 def query_topology(slurm_cluster: str | None = None, timeout_s: float = 30.0) -> LiveCluster:
-    """What Slurm says about its switches, and nothing else; a Slurm that does not answer says nothing."""
+    """Query Slurm's switches only; a Slurm that does not answer counts as one that reports nothing."""
     try:
         answers = {"topology": _run_query(_command("topology", slurm_cluster), timeout_s)}
     except SiteError as error:
@@ -96,33 +96,33 @@ def query_topology(slurm_cluster: str | None = None, timeout_s: float = 30.0) ->
 
 def _command(name: str, slurm_cluster: str | None) -> list[str]:
     command, *words = CLUSTER_QUERIES[name]
-    where = ["-M", slurm_cluster] if slurm_cluster and name != "version" else []
+    where = cluster_option(slurm_cluster) if name != "version" else []
     return [command, *where, *words]
 
 
 def _run_query(argv: Sequence[str], timeout_s: float) -> str:
-    """Everything that a command prints: its exit code says little."""
+    """Return all output of a command: its exit code is not reliable."""
     if shutil.which(argv[0]) is None:
         raise SiteError(f"{argv[0]}: no such command, so there is no Slurm here; {_REMEDY}")
     try:
         done = run_slurm_client(argv, timeout_s=timeout_s)
     except SiteError as error:
-        # Without its configuration Slurm goes on looking for it, for a minute and longer.
+        # Without its configuration Slurm searches for it for a minute and longer.
         raise SiteError(f"{error}; is the controller up, and is its slurm.conf found here?") from None
     return f"{done.stdout}\n{done.stderr}"
 
 
 def _require_an_answer(name: str, answer: str, slurm_cluster: str | None) -> None:
-    """SiteError where there is no controller to ask, and where there are no partitions to speak of."""
-    # Only what was not understood may be trouble: a node's reason holds any words.
+    """SiteError if there is no controller to query, or no partition."""
+    # Only an answer that was not understood may report a problem: a node's reason may contain any words.
     if _PARSERS[name](answer):
         return
-    trouble, asked = parse_slurm_problem(answer), " ".join(_command(name, slurm_cluster))
+    trouble, command = parse_slurm_problem(answer), " ".join(_command(name, slurm_cluster))
     if trouble and trouble.kind in ("unreachable", "busy"):
         remedy = trouble.remedy if trouble.kind == "unreachable" else "try again in a moment"
-        raise SiteError(f"`{asked}`: {trouble.text}; {remedy}")
+        raise SiteError(f"`{command}`: {trouble.text}; {remedy}")
     if name == "partitions":
-        raise SiteError(f"`{asked}` named no partition: {_shorten_answer(answer)}")
+        raise SiteError(f"`{command}` named no partition: {_shorten_answer(answer)}")
 
 
 def parse_cluster_answers(answers: Mapping[str, str], slurm_cluster: str | None = None) -> LiveCluster:
@@ -154,8 +154,8 @@ def parse_cluster_answers(answers: Mapping[str, str], slurm_cluster: str | None 
 
 
 def _unknown(name: str, answers: Mapping[str, str], slurm_cluster: str | None) -> str:
-    asked = " ".join(_command(name, slurm_cluster))
-    return f"unknown: `{asked}` said: {_shorten_answer(answers.get(name, ''))}"
+    command = " ".join(_command(name, slurm_cluster))
+    return f"unknown: `{command}` said: {_shorten_answer(answers.get(name, ''))}"
 
 
 def _shorten_answer(answer: str) -> str:

@@ -51,20 +51,20 @@ class _RenderedScript:
     lines: tuple[tuple[int, str], ...]
     context: ScriptContext
     launch_at: int | None
-    """Index into `lines` of the line that launches; None where it is not there once."""
+    """Index into `lines` of the line that launches; None if it is absent or occurs twice."""
 
     @property
     def options(self) -> dict[str, str]:
         """The sbatch options in force as they are written: of several of one name the last."""
-        found: dict[str, str] = {}
-        for one in self.given:
+        values: dict[str, str] = {}
+        for option in self.given:
             # Of an option that has a line to itself the quotes are kept.
-            alone = re.match(r"#SBATCH\s+--([a-z-]+)(?:[=\s]\s*(.*))?$", one.line)
-            is_alone = alone is not None and len(parse_batch_options([one.line])) == 1
-            value = (alone[2] or "").strip() if alone is not None and is_alone else one.value
-            found.pop(one.name, None)
-            found[one.name] = value
-        return found
+            alone = re.match(r"#SBATCH\s+--([a-z-]+)(?:[=\s]\s*(.*))?$", option.line)
+            is_alone = alone is not None and len(parse_batch_options([option.line])) == 1
+            value = (alone[2] or "").strip() if alone is not None and is_alone else option.value
+            values.pop(option.name, None)
+            values[option.name] = value
+        return values
 
     @property
     def given(self) -> list[BatchOption]:
@@ -90,8 +90,8 @@ def _parse_rendered_script(text: str, context: ScriptContext) -> _RenderedScript
 
 
 ContractRule = Callable[[_RenderedScript], Iterator[tuple[str, str]]]
-"""Yields what is wrong as (place, what to do): a block, `line:` and the line itself, `profile:` and the key,
-or nothing where the whole file is meant."""
+"""Yields problems as (place, remedy). A place is a block, `line:` and the line itself, `profile:` and the
+key, or empty for the whole file."""
 
 
 def _check_shape(script: _RenderedScript) -> Iterator[tuple[str, str]]:
@@ -125,53 +125,55 @@ _REASONS = {
 def _check_directives(script: _RenderedScript) -> Iterator[tuple[str, str]]:
     options, context = script.options, script.context
     for option, pattern in (("output", context.stdout), ("error", context.stderr)):
-        wanted = (
+        expected = (
             None if pattern is None else escape_directive(quote_shell_words([pattern.replace("%t", "0")]))
         )
-        if wanted is not None and options.get(option) != wanted:
+        if expected is not None and options.get(option) != expected:
             yield (
                 "directives",
-                f"--{option} must be the job's pattern, or logs cannot be found: --{option}={wanted}",
+                f"--{option} must be the job's pattern, or logs cannot be found: --{option}={expected}",
             )
     if options.get("open-mode") != "append":
         yield "directives", "--open-mode=append is missing: a requeued job would overwrite its log"
     yield from _check_sizes(script)
     last = [o for o in options if o in ("requeue", "no-requeue")][-1:]
     if last != ["requeue" if context.requeue else "no-requeue"] and (context.requeue or last):
-        told = "--requeue is missing" if context.requeue else "--requeue stands although the job forbids it"
-        yield "directives", f"{told}: write it under {{% if requeue %}}"
+        problem = (
+            "--requeue is missing" if context.requeue else "--requeue stands although the job forbids it"
+        )
+        yield "directives", f"{problem}: write it under {{% if requeue %}}"
 
 
 def _check_sizes(script: _RenderedScript) -> Iterator[tuple[str, str]]:
-    """What the run counts on: the job's own value, or none where it asks for none."""
-    asked = _requested_options(script.context)
-    for name, one in effective_options(script.given).items():
-        if name not in FIXED_OPTIONS or (name == "time" and "time" not in asked):
+    """Check the options that the run relies on: the job's own value, or none if the job sets none."""
+    requested = _requested_options(script.context)
+    for name, option in effective_options(script.given).items():
+        if name not in FIXED_OPTIONS or (name == "time" and "time" not in requested):
             continue
-        if name not in asked:
-            yield "directives", f"{one} must not stand here: {_REASONS.get(name, _COUNTS)}"
-        elif one.value != asked[name]:
-            wanted = f"--{name}" + (f"={asked[name]}" if asked[name] else "")
+        if name not in requested:
+            yield "directives", f"{option} must not stand here: {_REASONS.get(name, _COUNTS)}"
+        elif option.value != requested[name]:
+            expected = f"--{name}" + (f"={requested[name]}" if requested[name] else "")
             reason = _REASONS.get(name, _COUNTS)
-            yield "directives", f"--{name} must be the job's: {wanted}, and not {one.value}: {reason}"
-    present = {one.name for one in script.given}
-    for name in asked:
+            yield "directives", f"--{name} must be the job's: {expected}, and not {option.value}: {reason}"
+    present = {option.name for option in script.given}
+    for name in requested:
         if name in FIXED_OPTIONS and name not in present:
-            yield "directives", f"--{name} must be the job's: --{name}={asked[name]} is missing"
+            yield "directives", f"--{name} must be the job's: --{name}={requested[name]} is missing"
 
 
 def _requested_options(context: ScriptContext) -> dict[str, str]:
-    """What the job asks of sbatch, as text."""
-    asked = {name: "" if value is True else str(value) for name, value in context.directives.items()}
-    return asked | ({"array": context.array.indices} if context.array is not None else {})
+    """Return the job's sbatch options as text."""
+    requested = {name: "" if value is True else str(value) for name, value in context.directives.items()}
+    return requested | ({"array": context.array.indices} if context.array is not None else {})
 
 
 def replaced_directives(context: ScriptContext, text: str) -> list[str]:
-    """What a template's script has in the place of what the job asks, one line each."""
+    """Return one line for each directive with which a template's script overrides the job's."""
     lines = _parse_rendered_script(text, context).lines
     return [
-        f"the template's {one} replaces the job's {wanted}: sbatch takes the last of two"
-        for wanted, one in overridden_options(
+        f"the template's {option} replaces the job's {requested}: sbatch takes the last of two"
+        for requested, option in overridden_options(
             parse_batch_options(line for _, line in lines), _requested_options(context)
         )
     ]
@@ -179,10 +181,10 @@ def replaced_directives(context: ScriptContext, text: str) -> list[str]:
 
 def _check_signals(script: _RenderedScript) -> Iterator[tuple[str, str]]:
     context, given = script.context, script.options.get("signal", "")
-    wanted = f"B:{context.signal}@{context.grace_s}"
-    if given != wanted:
+    expected = f"B:{context.signal}@{context.grace_s}"
+    if given != expected:
         reason = "the batch shell must get it"
-        yield "directives", f"--signal={given or '(none)'} must be --signal={wanted}: {reason}"
+        yield "directives", f"--signal={given or '(none)'} must be --signal={expected}: {reason}"
     if script.launch_at is None:
         return
     traps = [line for _, line in script.lines[: script.launch_at] if re.match(r"\s*trap\s", line)]
@@ -226,18 +228,18 @@ def _check_secrets(script: _RenderedScript) -> Iterator[tuple[str, str]]:
 
 
 def _check_syntax(script: _RenderedScript) -> Iterator[tuple[str, str]]:
-    said = find_bash_syntax_error(script.text)
-    if not said:
+    complaint = find_bash_syntax_error(script.text)
+    if not complaint:
         return
     cluster = script.context.cluster
     own = list(find_profile_syntax_errors(cluster)) if cluster is not None else []
     yield from ((f"profile:{key}", words) for key, words in own)
     if not own:
-        number = re.match(r"line (\d+)", said)
+        number = re.match(r"line (\d+)", complaint)
         # What is never closed is noticed far from where it was begun.
-        is_far = number is None or re.search(r"end of file|unexpected EOF", said)
+        is_far = number is None or re.search(r"end of file|unexpected EOF", complaint)
         where = "" if is_far or number is None else f"line:{script.text.split(chr(10))[int(number[1]) - 1]}"
-        yield where, f"bash -n: the script: {said}"
+        yield where, f"bash -n: the script: {complaint}"
 
 
 _RULES: tuple[ContractRule, ...] = (
@@ -316,7 +318,7 @@ def _problem(
 
 
 def _check_with_sbatch(library: TemplateLibrary, template: BatchTemplate, text: str) -> Iterator[SpecProblem]:
-    """What sbatch, where there is one, says to the script without running it."""
+    """Yield what sbatch, where there is one, reports about the script without running it."""
     if which("sbatch") is None:
         return
     with tempfile.TemporaryDirectory(prefix="hpcrun-check-") as folder:
@@ -331,7 +333,7 @@ def _check_with_sbatch(library: TemplateLibrary, template: BatchTemplate, text: 
 
 
 def shipped_counterpart(library: TemplateLibrary, template: BatchTemplate) -> BatchTemplate:
-    """The shipped template that a site's own extends or stands in for; UsageError where there is none."""
+    """Return the shipped template that a site's template extends or replaces; UsageError if there is none."""
     layers = library.chain(template)
     for layer in layers:
         if layer.origin == "shipped":

@@ -1,4 +1,4 @@
-"""sbatch options of a job, from what it asks for and what the cluster's profile says, in a person's order."""
+"""The sbatch options of a job, from its request and the cluster's profile, in a readable order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcrun.specs.resources import ResourcesSpec
 from hpcrun.units import parse_memory, parse_time, render_memory, render_time
 
 OptionValue = str | int | Literal[True]
-"""What stands behind an option; True: nothing."""
+"""The value of an option; True: it has none."""
 
 GPU_FAMILY = ("gpus-per-node", "gpus", "gpus-per-task")
 """Ways of asking for GPUs that are options of their own; --gres is the older one."""
@@ -38,41 +38,43 @@ def build_directives(
 
     `leaves`: under how few leaf switches the job's nodes find room; None where no switches are known.
     """
-    asked = job.resources
-    partition = asked.partition or (cluster.default_partition if cluster else None)
+    resources = job.resources
+    partition = resources.partition or (cluster.default_partition if cluster else None)
     profile = _merge_partition_specs(cluster, partition)
     notes: list[str] = []
     options: dict[str, OptionValue | None] = {
         "partition": partition,
-        "account": asked.account or (cluster.account if cluster else None),
-        "qos": asked.qos or profile.qos,
-        "nodes": asked.all_nodes,
+        "account": resources.account or (cluster.account if cluster else None),
+        "qos": resources.qos or profile.qos,
+        "nodes": resources.all_nodes,
         "ntasks-per-node": job.ranks_per_node,
-        "cpus-per-task": asked.cpus_per_rank,
+        "cpus-per-task": resources.cpus_per_rank,
         **_gpu_request(job, cluster, version),
     }
-    if asked.mem is not None:
+    if resources.mem is not None:
         if cluster is None or profile.mem_per_node is not None or partition not in cluster.partitions:
-            amount = parse_memory(asked.mem, "resources.mem")
+            amount = parse_memory(resources.mem, "resources.mem")
             options["mem"] = render_memory(amount) if amount else "0"
         else:
             notes.append(
                 f"resources.mem: left out: the profile {cluster.name} gives no mem_per_node for the partition"
                 f" {partition}, so memory is not counted there"
             )
-    if asked.time is not None:
-        limit = parse_time(asked.time, "resources.time")
+    if resources.time is not None:
+        limit = parse_time(resources.time, "resources.time")
         options["time"] = "UNLIMITED" if limit.minutes is None else limit.minutes
         notes += [limit.warning] if limit.warning else []
     options |= {
-        "constraint": asked.constraint,
-        "reservation": asked.reservation,
-        "exclude": asked.exclude,
+        "constraint": resources.constraint,
+        "reservation": resources.reservation,
+        "exclude": resources.exclude,
         # With a spare, or with fewer replicas, it outlives a node; else Slurm's own requeue is better.
-        "no-kill": True if asked.spares or job.elastic else None,
-        "exclusive": True if (profile.exclusive if asked.exclusive is None else asked.exclusive) else None,
+        "no-kill": True if resources.spares or job.elastic else None,
+        "exclusive": True
+        if (profile.exclusive if resources.exclusive is None else resources.exclusive)
+        else None,
     }
-    steering, reasons = _topology_options(asked, version, leaves)
+    steering, reasons = _topology_options(resources, version, leaves)
     options |= steering
     notes += reasons
     options |= _raw_options(job, options, version)
@@ -82,14 +84,14 @@ def build_directives(
 
 
 def requested_gpus_per_node(job: JobSpec, cluster: ClusterSpec | None) -> int:
-    """GPUs asked of each node: the job's number, else what the partition's nodes have, else none."""
+    """The GPUs requested on each node: the job's number, else that of the partition's nodes, else none."""
     if job.resources.gpus_per_node is not None:
         return job.resources.gpus_per_node
     return find_partition_spec(job, cluster).gpus_per_node or 0
 
 
 def find_partition_spec(job: JobSpec, cluster: ClusterSpec | None) -> PartitionSpec:
-    """What the profile says of the partition that a job goes to."""
+    """Return what the profile states about the partition of a job."""
     return _merge_partition_specs(
         cluster, job.resources.partition or (cluster.default_partition if cluster else None)
     )
@@ -100,12 +102,14 @@ def _gpu_spec(cluster: ClusterSpec | None) -> GpuSpec:
 
 
 def _merge_partition_specs(cluster: ClusterSpec | None, names: str | None) -> PartitionSpec:
-    """What the profile says about a partition; of several only what holds for all of them."""
+    """Return what the profile states about a partition; for several only what holds for all of them."""
     if cluster is None or not names:
         return PartitionSpec()
     specs = [cluster.partitions.get(name.strip(), PartitionSpec()) for name in names.split(",")]
     first = specs[0].model_dump()
-    shared = {key: value for key, value in first.items() if all(getattr(one, key) == value for one in specs)}
+    shared = {
+        key: value for key, value in first.items() if all(getattr(spec, key) == value for spec in specs)
+    }
     return PartitionSpec(**shared)
 
 
@@ -139,49 +143,47 @@ def _raw_options(
     job: JobSpec, options: dict[str, OptionValue | None], version: SlurmVersion | None
 ) -> dict[str, OptionValue | None]:
     """The options given raw, which win; false and null take one away."""
-    found: dict[str, OptionValue | None] = {}
+    raw: dict[str, OptionValue | None] = {}
     for name, value in job.resources.sbatch.items():
         if value is None or value is False:
-            found[name] = None
+            raw[name] = None
             continue
         if name in _FEATURE_OF_OPTION:
             require_feature(version, _FEATURE_OF_OPTION[name], f"resources.sbatch.{name}")
         if name == "gres" and isinstance(before := options.get("gres"), str) and "gpu" not in str(value):
-            value = f"{before},{value}"  # else the GPUs would be gone
-        found[name] = value
-    return found
+            value = f"{before},{value}"  # A raw gres would otherwise remove the request for GPUs.
+        raw[name] = value
+    return raw
 
 
 def _topology_options(
-    asked: ResourcesSpec, version: SlurmVersion | None, leaves: int | None
+    resources: ResourcesSpec, version: SlurmVersion | None, leaves: int | None
 ) -> tuple[dict[str, OptionValue | None], list[str]]:
-    """What tells Slurm which nodes to give, each option with its reason."""
+    """Return the options that tell Slurm which nodes to give, each with its reason."""
     options: dict[str, OptionValue | None] = {}
     notes: list[str] = []
-    if asked.placement == "pin":
-        pinned = expand_hosts(asked.nodelist or "", "resources.nodelist")
-        if len(pinned) > asked.all_nodes:
+    if resources.placement == "pin":
+        pinned = expand_hosts(resources.nodelist or "", "resources.nodelist")
+        if len(pinned) > resources.all_nodes:
             require_feature(version, "nodelist-longer-than-nodes", "resources.nodelist")
         options["nodelist"] = fold_hosts(pinned, suffixes=False)
         notes.append(
             f"--nodelist={options['nodelist']}: placement pin; the job waits until all of these are free, and"
             " where Slurm plans in blocks it may never start"
         )
-        left, both = _separate_pinned(asked.exclude, pinned)
+        left, both = _separate_pinned(resources.exclude, pinned)
         if both:
             options["exclude"] = left
             notes.append(f"exclude: {both}: not excluded, because resources.nodelist names it")
-    elif asked.placement == "pack":
-        options["switches"], told = _switch_options(asked, leaves)
-        notes += told
-        if asked.segment is not None:
+    elif resources.placement == "pack":
+        options["switches"], reasons = _switch_options(resources, leaves)
+        notes += reasons
+        if resources.segment is not None:
             unknown = _require_known_feature(version, "segment", "resources.segment")
-            options["segment"] = asked.segment
-            reason = (
-                f"every {asked.segment} of the {asked.nodes} nodes in one block, as resources.segment asks"
-            )
-            notes.append(f"--segment={asked.segment}: {reason}{unknown}")
-    if asked.topo_exclusive:
+            options["segment"] = resources.segment
+            size, reason = resources.segment, "nodes in one block, as resources.segment asks"
+            notes.append(f"--segment={size}: every {size} of the {resources.nodes} {reason}{unknown}")
+    if resources.topo_exclusive:
         unknown = _require_known_feature(version, "exclusive-topo", "resources.topo_exclusive")
         options["exclusive"] = "topo"
         reason = "no other job under the same switch or in the block, as resources.topo_exclusive asks"
@@ -189,13 +191,13 @@ def _topology_options(
     return options, notes
 
 
-def _switch_options(asked: ResourcesSpec, leaves: int | None) -> tuple[str | None, list[str]]:
-    """--switches, which counts leaf switches and only delays, and why it is said."""
-    count = asked.switches
-    if count is None and (leaves is None or asked.nodes == 1 or asked.segment is not None):
+def _switch_options(resources: ResourcesSpec, leaves: int | None) -> tuple[str | None, list[str]]:
+    """Return --switches, which counts leaf switches and only delays, and the reasons for it."""
+    count = resources.switches
+    if count is None and (leaves is None or resources.nodes == 1 or resources.segment is not None):
         return None, []
-    wait = render_time(parse_time(asked.switches_wait).seconds)
-    nodes = f"{asked.nodes} node{'s' * (asked.nodes > 1)}"
+    wait = render_time(parse_time(resources.switches_wait).seconds)
+    nodes = f"{resources.nodes} node{'s' * (resources.nodes > 1)}"
     if count is None:
         count, reason = leaves, f"{nodes} find room under {leaves} leaf switch{'es' * (leaves != 1)}"
     else:
@@ -220,7 +222,7 @@ def _separate_pinned(exclude: str | None, pinned: tuple[str, ...]) -> tuple[str 
 
 
 def _require_known_feature(version: SlurmVersion | None, feature: SlurmFeature, where: str) -> str:
-    """Refuse what a release is known not to have; words for one that nobody names."""
+    """UsageError if a release is known to lack a feature; returns a remark if the release is not known."""
     require_feature(version, feature, where)
     unknown = "; which Slurm this is for is not known, and before 24.05 it refuses that"
     return unknown if has_feature(version, feature) is None else ""

@@ -51,7 +51,7 @@ def _value(node: NodeRecord, key: _Hardware) -> Any:
 
 @dataclass(frozen=True)
 class ProfileDraft:
-    """A profile as far as Slurm tells it; its text has comments for what only an admin knows."""
+    """A profile as far as Slurm reports it; its text has comments for what only an admin knows."""
 
     cluster: ClusterSpec
     text: str
@@ -187,8 +187,8 @@ def _partition(partition: Partition, live: LiveCluster) -> tuple[dict[str, Any],
         if key == "gpu_type" and not any(node.gpu_type for node in nodes):
             continue
         counts = Counter(_value(node, key) for node in nodes)
-        if len(counts) == 1 and (found := next(iter(counts))) is not None:
-            values[key] = found
+        if len(counts) == 1 and (value := next(iter(counts))) is not None:
+            values[key] = value
         elif len(counts) > 1:
             notes.append(f"{key}: the nodes differ in their {words}: {_listed(counts)}; write what jobs get")
         else:
@@ -245,37 +245,37 @@ def _topology(live: LiveCluster) -> _DraftSection:
     if live.is_flat:
         return _DraftSection([f"{plugin}: Slurm knows no switches"], {"topology": {"source": "none"}})
     kinds = Counter(unit.kind for unit in live.units)
-    found = ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
+    counts = ", ".join(f"{kind}: {count}" for kind, count in kinds.items())
     levels = _levels(live.units) or 1
     names = ["leaf", "spine", "core", *(f"level{level}" for level in range(3, levels))][:levels]
     by_hand = "  levels:                         # what the link of one node carries, from the leaf upwards\n"
     by_hand += "\n".join(f"    - {{name: {name}, bandwidth_GBps: 50, oversubscription: 1}}" for name in names)
-    return _DraftSection([f"{plugin}; {found}"], {"topology": {"source": "slurm"}}, by_hand)
+    return _DraftSection([f"{plugin}; {counts}"], {"topology": {"source": "slurm"}}, by_hand)
 
 
 def _levels(units: Iterable[TopologyUnit]) -> int | None:
     """How many levels of switches there are; None where the units have no levels."""
-    known = [unit.level for unit in units if unit.level is not None]
-    return max(known) + 1 if known else None
+    levels = [unit.level for unit in units if unit.level is not None]
+    return max(levels) + 1 if levels else None
 
 
 class _ProfileDifference(NamedTuple):
-    """One line about a key of the profile: it differs, or nobody could tell."""
+    """One line about a key of the profile: it differs, or Slurm does not report it."""
 
     text: str
     is_known: bool = True
 
 
 def find_profile_differences(profile: ClusterSpec, live: LiveCluster) -> list[str]:
-    """What the profile says and the live cluster does not bear out, a line each.
+    """Return one line for each statement of the profile that the live cluster contradicts.
 
-    Only what the profile states is compared: a key that it leaves out, or a partition, is no difference.
+    Only what the profile states is compared: a key or partition that it leaves out is no difference.
     """
     return [finding.text for finding in _profile_differences(profile, live) if finding.is_known]
 
 
 def find_profile_warnings(profile: ClusterSpec) -> list[str]:
-    """What the profile says, and may mean otherwise, a line each."""
+    """Return one line for each value in the profile that may be meant otherwise."""
     limits = (
         parse_time(spec.max_time, f"partitions.{name}.max_time")
         for name, spec in profile.partitions.items()
@@ -309,13 +309,13 @@ def _profile_differences(profile: ClusterSpec, live: LiveCluster) -> Iterator[_P
 
 
 def _compare_version(profile: ClusterSpec, live: LiveCluster) -> Iterator[_ProfileDifference]:
-    said = profile.slurm_version
-    if said is None:
+    stated = profile.slurm_version
+    if stated is None:
         return
     if live.version is None:
         yield _ProfileDifference(f"slurm_version: {live.unknown['version']}", False)
-    elif not f"{live.version}.".startswith(f"{said}."):
-        yield _ProfileDifference(f"slurm_version: the profile says {said}, Slurm is {live.version}")
+    elif not f"{live.version}.".startswith(f"{stated}."):
+        yield _ProfileDifference(f"slurm_version: the profile says {stated}, Slurm is {live.version}")
 
 
 def _compare_limits(spec: PartitionSpec, partition: Partition) -> Iterator[_ProfileDifference]:
@@ -335,38 +335,38 @@ def _compare_limits(spec: PartitionSpec, partition: Partition) -> Iterator[_Prof
 
 
 def _compare_limit(
-    key: str, written: str, said: float, found: float | None, is_time: bool
+    key: str, written: str, stated: float, actual: float | None, is_time: bool
 ) -> Iterator[_ProfileDifference]:
-    if found is None:
+    if actual is None:
         yield _ProfileDifference(f"{key}: unknown: Slurm does not say it", False)
-    elif said != found:
-        shown = render_time(found) if is_time else "UNLIMITED" if math.isinf(found) else f"{found:g}"
+    elif stated != actual:
+        shown = render_time(actual) if is_time else "UNLIMITED" if math.isinf(actual) else f"{actual:g}"
         yield _ProfileDifference(f"{key}: the profile says {written}, the partition allows {shown}")
 
 
 def _compare_nodes(name: str, spec: PartitionSpec, nodes: list[NodeRecord]) -> Iterator[_ProfileDifference]:
-    """Each thing that the profile says of a node must hold for at least one kind of node."""
+    """Compare what the profile states about a node: it must hold for at least one kind of node."""
     for key, words in _MEASURED.items():
-        said = getattr(spec, key)
-        if said is None:
+        stated = getattr(spec, key)
+        if stated is None:
             continue
         where = f"partitions.{name}.{key}"
-        found = [value for node in nodes if (value := _value(node, key)) is not None]
-        if not found:
+        actual = [value for node in nodes if (value := _value(node, key)) is not None]
+        if not actual:
             yield _ProfileDifference(f"{where}: unknown: Slurm says nothing of its nodes' {words}", False)
-        elif not any(_agree(key, said, value) for value in found):
+        elif not any(_agree(key, stated, value) for value in actual):
             yield _ProfileDifference(
-                f"{where}: the profile says {said}, the nodes have {_listed(Counter(found))}"
+                f"{where}: the profile says {stated}, the nodes have {_listed(Counter(actual))}"
             )
 
 
-def _agree(key: _Hardware, said: Any, found: Any) -> bool:
+def _agree(key: _Hardware, stated: Any, actual: Any) -> bool:
     if key == "mem_per_node":
-        asked, there = parse_memory(said), parse_memory(found)
-        return there * (1 - _RESERVED_SHARE) <= asked <= there
+        stated_mib, there = parse_memory(stated), parse_memory(actual)
+        return there * (1 - _RESERVED_SHARE) <= stated_mib <= there
     if key == "gpu_type":
-        return str(said).lower() == str(found).lower()
-    return bool(said == found)
+        return str(stated).lower() == str(actual).lower()
+    return bool(stated == actual)
 
 
 def _compare_topology(spec: TopologySpec, live: LiveCluster) -> Iterator[_ProfileDifference]:

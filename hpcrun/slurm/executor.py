@@ -1,7 +1,4 @@
-"""submitit's executor with the site's own script, and its local one for jobs in the background.
-
-`TemplateExecutor.script_text` shows the script of a job without submitting it, and without loading submitit.
-"""
+"""Submits Python calls, pickled as submitit does: as jobs with the site's script, or in the background."""
 
 from __future__ import annotations
 
@@ -9,18 +6,16 @@ import atexit
 import os
 import pickle
 import shlex
+import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import submitit
-from submitit.core.core import Job as AnyJob
 from submitit.core.utils import DelayedSubmission, JobPaths
-from submitit.local.local import LocalJob
 
 from hpcrun import process
 from hpcrun.errors import UsageError
@@ -40,38 +35,38 @@ from hpcrun.slurm.sbatch import (
 )
 from hpcrun.slurm.script_context import ArrayContext, ScriptContext
 from hpcrun.slurm.template import BatchTemplate, TemplateLibrary
-from hpcrun.specs.fields import matches_any_pattern
 
 _UNLIMITED_MIN = 60 * 24 * 365 * 10
-"""submitit's local controller wants a time limit; a run of one's own machine has none."""
+"""submitit's local controller needs a time limit; a run on this machine has none."""
+_MAX_TIMEOUTS = 3
+"""How often submitit resubmits a call that timed out."""
 
 
 def require_private_file(path: Path) -> None:
-    """UsageError unless a file and its folder are the user's and nobody else can write them.
+    """UsageError unless a file and its folder belong to the user and only the user can write them.
 
-    Whoever can write a pickle runs code as the one who loads it.
+    Loading a pickle runs code of its writer.
     """
     for place in (path.parent, path):
         require_private(place, place.stat())
 
 
 class SubmittedScript(NamedTuple):
-    """What came of a submission."""
+    """The result of a submission."""
 
     job: JobId
-    """Of the whole array where it is one; its `cluster` is for -M."""
+    """The job, or the whole array; its `cluster` is for -M."""
     script: str
     """The script as sbatch got it."""
     array: str | None = None
-    """What --array said."""
+    """The value of --array."""
 
 
-class TemplateExecutor(submitit.SlurmExecutor):
+class TemplateExecutor:
     """Submits what submitit pickles with a script of the site's template.
 
-    The context says everything about the job: `update_parameters` is refused. Its `launch` is what runs in
-    the job, its log files are submitit's own in `folder`. `note` is told what a person should know, `detail`
-    what else happened.
+    The context describes the job, its `launch` is what runs in it, and its log files are submitit's own in
+    `folder`. `note` gets what a person should know, `detail` what else happened.
     """
 
     def __init__(
@@ -83,33 +78,18 @@ class TemplateExecutor(submitit.SlurmExecutor):
         *,
         slurm_cluster: str | None = None,
         slurm_module: str | None = None,
-        max_num_timeout: int = 3,
         note: SbatchNoteCallback = discard_note,
         detail: SbatchNoteCallback = discard_note,
     ) -> None:
         log_file_pattern(folder)
-        super().__init__(folder, max_num_timeout=max_num_timeout)
-        self.template = template
+        self._folder = folder.absolute()
         self._render = partial(render_submission_script, library, template, note=note)
         self._context, self._note, self._detail = context, note, detail
         self._slurm_cluster, self._slurm_module = slurm_cluster, slurm_module
 
-    @classmethod
-    def affinity(cls) -> int:
-        """Always there: whether Slurm is shows at the submission, and a dry run needs none."""
-        return 2
-
-    def _internal_update_parameters(self, **kwargs: Any) -> NoReturn:
-        names = ", ".join(kwargs)
-        raise UsageError(f"{names}: the job's script is made from its spec; set it there, under `resources`")
-
-    def script_text(self, array: ArrayContext | None = None) -> str:
-        """The script of a job, or of an array, as it would be submitted."""
-        return self._render(self._context, self.folder, array)
-
     def submit_task(self, fn: Callable[..., Any], *args: Any) -> SubmittedScript:
         """Submit one call as one job."""
-        return self._send([(self._dump(DelayedSubmission(fn, *args)), None)], None)
+        return self._send(self._dump(DelayedSubmission(fn, *args)), None)
 
     def submit_elements(
         self,
@@ -121,35 +101,30 @@ class TemplateExecutor(submitit.SlurmExecutor):
     ) -> SubmittedScript:
         """Submit the same call for each of these elements of a sweep, as one array with one pickle.
 
-        The array's indices are the elements less `offset`; the template adds it again and says in
-        HPCRUN_ELEMENT which element it is. No more than `throttle` run at one time.
+        The array's indices are the elements less `offset`; the template adds it again and puts the element
+        into HPCRUN_ELEMENT. At most `throttle` run at one time.
         """
-        source = self._dump(DelayedSubmission(fn, *args))
         indices = [element - offset for element in sorted(set(elements))]
         array = ArrayContext(indices=format_array_indices(indices, throttle), offset=offset)
-        return self._send([(source, index) for index in indices], array)
-
-    def _internal_process_submissions(self, delayed_submissions: list[DelayedSubmission]) -> NoReturn:
-        # submitit's own would make a plain script, without the template.
-        raise UsageError("a job of a template is submitted by submit_task or submit_elements")
+        return self._send(self._dump(DelayedSubmission(fn, *args)), array, indices)
 
     def _dump(self, delayed: DelayedSubmission) -> Path:
         limit = self._context.directives.get("time", 0)
         # Without a limit in minutes each signal counts as a time-out, and those are limited in number.
-        delayed.set_timeout(limit if isinstance(limit, int) else 0, self.max_num_timeout)
-        return dump_private_pickle(delayed, self.folder)
+        delayed.set_timeout(limit if isinstance(limit, int) else 0, _MAX_TIMEOUTS)
+        return dump_private_pickle(delayed, self._folder)
 
     def _send(
-        self, pickles: Sequence[tuple[Path, int | None]], array: ArrayContext | None
+        self, pickle_path: Path, array: ArrayContext | None, indices: Sequence[int] = ()
     ) -> SubmittedScript:
-        """Submit, then put each pickle where its job, which waits for it for a minute, will look.
+        """Submit, then put the pickle where each job, which waits for it for a minute, looks for it.
 
-        Whatever goes wrong, or an interrupt: no job and no files are left of it.
+        After any error or interrupt neither a job nor a file is left.
         """
-        script = self.folder / f".submission_file_{uuid.uuid4().hex}.sh"
-        job, is_whole = None, False
+        script = self._folder / f".submission_file_{uuid.uuid4().hex}.sh"
+        job, is_complete = None, False
         try:
-            text = self._render(self._with_known_nodes(), self.folder, array)
+            text = self._render(self._with_known_nodes(), self._folder, array)
             write_private_file(script, text.encode())
             job = submit_batch_script(
                 script,
@@ -159,18 +134,16 @@ class TemplateExecutor(submitit.SlurmExecutor):
                 note=self._note,
                 detail=self._detail,
             )
-            for source, index in pickles:
-                name = str(job.job) if index is None else f"{job.job}_{index}"
-                link_or_copy(source, JobPaths(self.folder, name).submitted_pickle)
-            # Slurm goes on naming the path that it was given.
-            JobPaths(self.folder, str(job.job)).move_temporary_file(
-                script, "submission_file", keep_as_symlink=True
-            )
-            is_whole = True
+            names = [f"{job.job}_{index}" for index in indices] if array else [str(job.job)]
+            for name in names:
+                link_or_copy(pickle_path, JobPaths(self._folder, name).submitted_pickle)
+            # Slurm continues to show the path that it was given.
+            paths = JobPaths(self._folder, str(job.job))
+            paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+            is_complete = True
         finally:
-            for source in {source for source, _ in pickles}:
-                source.unlink(missing_ok=True)
-            if not is_whole:
+            pickle_path.unlink(missing_ok=True)
+            if not is_complete:
                 if job is not None:
                     cancel_submitted_job(job, self._note)
                 script.unlink(missing_ok=True)
@@ -180,113 +153,78 @@ class TemplateExecutor(submitit.SlurmExecutor):
         hosts = self._context.directives.get("exclude")
         if not isinstance(hosts, str):
             return self._context
-        known = drop_unknown_nodes(hosts, slurm_cluster=self._slurm_cluster, note=self._note)
+        remaining = drop_unknown_nodes(hosts, slurm_cluster=self._slurm_cluster, note=self._note)
         others = {name: value for name, value in self._context.directives.items() if name != "exclude"}
-        directives = self._context.directives | {"exclude": known} if known else others
+        directives = self._context.directives | {"exclude": remaining} if remaining else others
         return self._context.model_copy(update={"directives": directives})
 
 
-class BackgroundExecutor(submitit.LocalExecutor):
-    """submitit's local executor, whose jobs outlive the command and the terminal that started them."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        tasks: int = 1,
-        limit_min: int | None = None,
-        env: Mapping[str, str] = {},
-        deny: Sequence[str] = (),
-        python: str = sys.executable,
-    ) -> None:
-        # -P: a file in the working directory must not become a module of ours.
-        super().__init__(folder, python=f"{shlex.quote(python)} -P")
-        self._tasks, self._limit_min, self._env = tasks, limit_min or _UNLIMITED_MIN, dict(env)
-        self._deny = tuple(deny)
-
-    def _num_tasks(self) -> int:
-        return self._tasks
-
-    def _internal_process_submissions(
-        self, delayed_submissions: list[DelayedSubmission]
-    ) -> list[AnyJob[Any]]:
-        for delayed in delayed_submissions:
-            delayed.set_timeout(self._limit_min, self.max_num_timeout)
-        # All of them before the first starts: one of them may not be picklable.
-        pickles = [dump_private_pickle(delayed, self.folder) for delayed in delayed_submissions]
-        jobs: list[AnyJob[Any]] = []
-        is_whole = False
-        try:
-            for source in pickles:
-                jobs.append(self._submit_command(self._submitit_command_str))
-                source.rename(jobs[-1].paths.submitted_pickle)
-            is_whole = True
-        finally:
-            if not is_whole:
-                for job in jobs:
-                    job.cancel()
-        return jobs
-
-    def _submit_command(self, command: str) -> LocalJob[Any]:
-        # submitit's own would share our terminal, and hide the GPUs from a job that names none.
-        own = {
-            name: value
-            for name, value in os.environ.items()
-            if name.startswith("PYTHON") and not matches_any_pattern(name, self._deny)
-        }
-        given = {
-            "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_COMMAND": command,
-            "SUBMITIT_LOCAL_NTASKS": str(self._tasks),
-            "SUBMITIT_LOCAL_NODEID": "0",
-            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self._limit_min),
-            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
-            "SUBMITIT_LOCAL_WITH_SHELL": "",
-            "SUBMITIT_STDERR_TO_STDOUT": "",
-        }
-        printed = self.folder / "controller.log"
-        printed.touch(mode=0o600)
-        with printed.open("ab") as log:
-            controller = subprocess.Popen(
-                [sys.executable, "-P", "-m", "submitit.local._local", str(self.folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment_with_package(
-                    submission_environment(os.environ, self._deny)[0] | own | self._env | given
-                ),
-                start_new_session=True,
-                umask=0o077,
-            )
-        _controllers.append(controller)
-        return LocalJob(self.folder, str(controller.pid), list(range(self._tasks)), controller)
-
-
 _controllers: list[subprocess.Popen[bytes]] = []
-"""Nobody waits for them, and none of them is to be ended with its handle."""
+"""submitit's controllers, which outlive this process."""
 
 
 @atexit.register
 def _detach_controllers() -> None:
     for controller in _controllers:
         if controller.poll() is None:
-            # It goes on without us, as it should: Python would warn of it.
+            # Python would warn of a child that is still running; this one is meant to outlive us.
             controller.returncode = 0
 
 
 def submit_background(
     folder: Path, fn: Callable[..., Any], *args: Any, limit_min: int | None = None
 ) -> ProcessId:
-    """Run one call in the background, without Slurm; the process that watches over it.
+    """Run one call in the background, without Slurm; return the process that supervises it.
 
-    It goes on when the command or the terminal that started it ends; what it prints lies in the folder,
-    as PID_0_log.out and .err. After `limit_min` minutes it is ended; it gets SIGUSR2 half a minute before.
+    It outlives the command and the terminal that started it; its output is in the folder, as PID_0_log.out
+    and .err. After `limit_min` minutes it is ended; it gets SIGUSR2 half a minute before.
     """
-    job = BackgroundExecutor(folder, limit_min=limit_min).submit(fn, *args)
-    found = process.identify_process(int(job.job_id))
-    assert found is not None  # our child, which nobody has waited for
-    return found
+    limit_min = limit_min or _UNLIMITED_MIN
+    delayed = DelayedSubmission(fn, *args)
+    delayed.set_timeout(limit_min, _MAX_TIMEOUTS)
+    source = dump_private_pickle(delayed, folder)
+    is_complete, controller = False, None
+    try:
+        controller = _start_controller(folder, limit_min)
+        _controllers.append(controller)
+        source.rename(JobPaths(folder, str(controller.pid)).submitted_pickle)
+        is_complete = True
+    finally:
+        if controller is not None and not is_complete:
+            controller.send_signal(signal.SIGINT)
+    identity = process.identify_process(controller.pid)
+    assert identity is not None  # our child, which has not been waited for
+    return identity
+
+
+def _start_controller(folder: Path, limit_min: int) -> subprocess.Popen[bytes]:
+    """Start submitit's local controller; its own way would share our terminal and hide the GPUs."""
+    # -P: a file in the working directory must not become a module of ours.
+    words = [sys.executable, "-P", "-u", "-m", "submitit.core._submit", str(folder)]
+    own = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
+    variables = {
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_COMMAND": shlex.join(words),
+        "SUBMITIT_LOCAL_NTASKS": "1",
+        "SUBMITIT_LOCAL_NODEID": "0",
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+        "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * limit_min),
+        "SUBMITIT_LOCAL_SIGNAL_DELAY_S": "30",
+        "SUBMITIT_LOCAL_WITH_SHELL": "",
+        "SUBMITIT_STDERR_TO_STDOUT": "",
+    }
+    log_path = folder / "controller.log"
+    log_path.touch(mode=0o600)
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "submitit.local._local", str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment_with_package(submission_environment(os.environ)[0] | own | variables),
+            start_new_session=True,
+            umask=0o077,
+        )
 
 
 def write_private_file(path: Path, data: bytes) -> None:
@@ -296,7 +234,7 @@ def write_private_file(path: Path, data: bytes) -> None:
 
 
 def dump_private_pickle(delayed: DelayedSubmission, folder: Path) -> Path:
-    """Pickle a submission into the folder, made private before anything is in it.
+    """Pickle a submission into a file that is private before anything is written to it.
 
     UsageError for what cannot be pickled.
     """
@@ -304,10 +242,10 @@ def dump_private_pickle(delayed: DelayedSubmission, folder: Path) -> Path:
     folder.chmod(0o700)
     path = folder / f"{uuid.uuid4().hex}.pkl"
     path.touch(mode=0o600, exist_ok=False)
-    is_whole = False
+    is_complete = False
     try:
         delayed.dump(path)
-        is_whole = True
+        is_complete = True
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         name = getattr(delayed.function, "__name__", type(delayed.function).__name__)
         raise UsageError(
@@ -315,13 +253,13 @@ def dump_private_pickle(delayed: DelayedSubmission, folder: Path) -> Path:
             " what lives in this process only, such as locks, open files and connections"
         ) from None
     finally:
-        if not is_whole:
+        if not is_complete:
             path.unlink()
     return path
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file one more name, which may be taken; where there are no hard links, a copy of it."""
+    """Hard-link a file to another name, which is replaced; copy it where there are no hard links."""
     target.unlink(missing_ok=True)
     try:
         target.hardlink_to(source)

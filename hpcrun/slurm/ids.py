@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 _ID = re.compile(
     r"(?P<job>\d{1,10})(?:_(?P<element>\d{1,9}|\[(?P<listed>[^\]]*)(?P<closed>\])?)|\+(?P<offset>\d{1,6}))?"
-    r"(?:\.(?P<step>batch|extern|interactive|\d{1,10}(?:\+\d{1,6})?))?(?:[;@](?P<cluster>[\w.-]+))?",
+    r"(?:\.(?:batch|extern|interactive|\d{1,10}(?:\+\d{1,6})?))?(?:[;@](?P<cluster>[\w.-]+))?",
     re.ASCII,
 )
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?", re.ASCII)
@@ -19,13 +19,11 @@ class JobId:
 
     job: int
     elements: tuple[range, ...] = ()
-    """The elements of an array that the id stands for; empty for a job that is no array, or its whole."""
+    """The array elements that the id stands for; empty for a job that is no array, or a whole array."""
     truncated: bool = False
-    """Slurm cut the list of elements short: there are more than `elements` says."""
-    throttle: int | None = None
+    """Slurm cut the list of elements short: there are more than `elements` holds."""
     offset: int | None = None
     """Which component of a heterogeneous job."""
-    step: str = ""
     cluster: str = ""
 
     @property
@@ -53,11 +51,11 @@ def parse_job_id(text: str) -> JobId | None:
         return None
     element, listed, offset = match["element"], match["listed"], match["offset"]
     elements: tuple[range, ...] = ()
-    throttle, whole = None, True
+    whole = True
     if listed is not None:
         closed = match["closed"] is not None
         # Without its end the list may stop within a number.
-        elements, throttle, whole = parse_array_elements(listed if closed else listed.rpartition(",")[0])
+        elements, whole = parse_array_elements(listed if closed else listed.rpartition(",")[0])
         whole = whole and closed
     elif element is not None:
         elements = (range(int(element), int(element) + 1),)
@@ -65,18 +63,15 @@ def parse_job_id(text: str) -> JobId | None:
         job=int(match["job"]),
         elements=elements,
         truncated=not whole,
-        throttle=throttle,
         offset=None if offset is None else int(offset),
-        step=match["step"] or "",
         cluster=match["cluster"] or "",
     )
 
 
-def parse_array_elements(text: str) -> tuple[tuple[range, ...], int | None, bool]:
-    """Element ranges, the `%` limit, and whether the list is whole, of `0-400:4%2` or a cut `1,3,...`."""
+def parse_array_elements(text: str) -> tuple[tuple[range, ...], bool]:
+    """Parse the element ranges of `0-400:4%2` or a cut `1,3,...`, and say whether the list is whole."""
     listed, _, limit = text.partition("%")
-    throttle = int(limit) if re.fullmatch(r"[0-9]{1,9}", limit) else None
-    elements, whole = [], limit == "" or throttle is not None
+    elements, whole = [], re.fullmatch(r"[0-9]{0,9}", limit) is not None
     for item in filter(None, listed.split(",")):
         match = _RANGE.fullmatch(item)
         if match is None:
@@ -84,4 +79,4 @@ def parse_array_elements(text: str) -> tuple[tuple[range, ...], int | None, bool
             continue
         first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         elements.append(range(first, last + 1, max(step, 1)))
-    return tuple(elements), throttle, whole
+    return tuple(elements), whole

@@ -8,7 +8,7 @@ list is that of sbatch's manual page and of its binaries, 22.05 to 25.11.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,9 +71,9 @@ OPTION_OF_VARIABLE: dict[str, str] = {
 }
 """What goes under `resources.sbatch`."""
 _FLAGS = {"spread-job", "use-min-nodes", "stepmgr", "spread-segments", "consolidate-segments"}
-"""Of these the variable's mere presence counts."""
+"""Options whose variable counts by being set, whatever its value."""
 _MEMORY = ("mem", "mem-per-cpu", "mem-per-gpu")
-"""Of these Slurm takes one."""
+"""Options of which Slurm accepts one only."""
 _OWN = "hpcrun sets this itself"
 _STEPS = "hpcrun starts the ranks itself, and this would change how"
 REFUSED_VARIABLES: dict[str, str] = {
@@ -107,13 +107,13 @@ REFUSED_VARIABLES: dict[str, str] = {
 """What is left out, and why."""
 _CLUSTER = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 _BY_SLURM = ("SBATCH_MEM_BIND", "SBATCH_CPU_BIND", "SLURM_HINT")
-"""In a job these are Slurm's own, of that job."""
+"""Inside a job Slurm itself sets these, for that job."""
 _GPUS = re.compile(r"(?:gres/)?(?:gpu(?::|$))?(?:(?P<kind>[A-Za-z][\w.-]*):)?(?P<count>[0-9]+)?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class SbatchInputs:
-    """What the caller's environment asks of a job."""
+    """What the caller's environment requests for a job."""
 
     resources: Mapping[str, Any] = field(default_factory=dict)
     """Keys under `resources` that job and profile leave open, with the values that they get."""
@@ -122,48 +122,46 @@ class SbatchInputs:
     sources: Mapping[str, str] = field(default_factory=dict)
     """The variables that are used: name to value."""
     by_key: Mapping[str, str] = field(default_factory=dict)
-    """Which of them has said a key under `resources`."""
+    """The variable that has set each key under `resources`."""
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     """What contradicts the job or the profile."""
 
 
 def read_sbatch_inputs(job: JobSpec, cluster: ClusterSpec | None, environ: Mapping[str, str]) -> SbatchInputs:
-    """What SBATCH_* and SLURM_CLUSTERS mean for this job; UsageError where two of them name two clusters."""
+    """Return what SBATCH_* and SLURM_CLUSTERS mean for this job; UsageError if two of them name two
+    clusters."""
     reader = _SbatchInputReader(job, cluster)
     in_job = "SLURM_JOB_ID" in environ
-    # What the profile says of the other keys depends on the partition.
+    # The profile's values of the other keys depend on the partition.
     for name, value in sorted(environ.items(), key=lambda pair: (pair[0] != "SBATCH_PARTITION", pair[0])):
         is_input = name.startswith("SBATCH_") or name == "SLURM_HINT"
         if name in _CLUSTER or not is_input or (in_job and name.startswith(_BY_SLURM)):
             continue
         reader.take(name, value.strip())
-    asked = cluster_from_environment(environ)
-    if asked is not None:
-        reader.take_cluster(*asked)
+    variable = cluster_from_environment(environ)
+    if variable is not None:
+        reader.take_cluster(*variable)
     return reader.result()
 
 
 class _SbatchInputReader:
-    """Takes one variable after the other."""
+    """Applies one variable after the other to the job."""
 
     def __init__(self, job: JobSpec, cluster: ClusterSpec | None) -> None:
         self._job, self._cluster = job, cluster
         self._sources: dict[str, str] = {}
-        self._by: dict[str, str] = {}
-        """Keys that are set, and the variable that has set them."""
-        self._resources: dict[str, Any] = {}
-        self._sbatch: dict[str, Any] = {}
+        self._set_by: dict[str, str] = {}
+        """Keys below `resources` that are set, and the variable that has set them."""
         self._slurm_cluster: str | None = None
         self._notes: list[str] = []
         self._findings: list[Finding] = []
 
     def result(self) -> SbatchInputs:
-        resources = dict(self._resources)
-        if self._sbatch:
-            resources["sbatch"] = dict(self._job.resources.sbatch) | self._sbatch
+        names = dict.fromkeys(key.partition(".")[0] for key in self._set_by)
+        resources = {name: getattr(self._job.resources, name) for name in names}
         notes, findings = tuple(self._notes), tuple(self._findings)
-        return SbatchInputs(resources, self._slurm_cluster, self._sources, self._by, notes, findings)
+        return SbatchInputs(resources, self._slurm_cluster, self._sources, self._set_by, notes, findings)
 
     def take(self, name: str, value: str) -> None:
         if name in REFUSED_VARIABLES:
@@ -171,84 +169,75 @@ class _SbatchInputReader:
         elif name in OPTION_OF_VARIABLE:
             option = OPTION_OF_VARIABLE[name]
             if option in _FLAGS or value:
-                self._take_raw(name, option, True if option in _FLAGS else value)
+                self._take_option(name, option, True if option in _FLAGS else value)
         elif name not in RESOURCE_KEY_OF_VARIABLE:
             self._notes.append(
                 f"{name} is not used: it is not known here; if it stands for an option of sbatch, give that"
                 " under resources.sbatch"
             )
         elif name == "SBATCH_GRES" and not re.search(r"(^|[,/])gpu(:|,|$)", value):
-            self._take_raw(name, "gres", value)
+            self._take_option(name, "gres", value)
         elif value or name == "SBATCH_EXCLUSIVE":
-            self._take_key(name, RESOURCE_KEY_OF_VARIABLE[name], value)
+            key = RESOURCE_KEY_OF_VARIABLE[name]
+            try:
+                self._take_key(name, key, self._read(name, key, value), value, f"resources.{key}=")
+            except UsageError as error:
+                self._refuse(key, str(error))
 
     def take_cluster(self, name: str, value: str) -> None:
-        said = self._cluster.slurm_cluster if self._cluster else None
-        if said is None:
+        current = self._cluster.slurm_cluster if self._cluster else None
+        if current is None:
             self._slurm_cluster = value
             self._use(name, value, f"-M {value}")
-        elif said != value:
-            text = f"the profile {self._cluster.name if self._cluster else ''} is of the cluster {said}"
-            self._findings.append(
-                make_refusal(
-                    "cluster", f"{text}, but {name} is {value}; unset {name}, or name another profile"
-                )
-            )
+        elif current != value:
+            text = f"the profile {self._cluster.name if self._cluster else ''} is of the cluster {current}"
+            remedy = f"unset {name}, or name another profile"
+            self._findings.append(make_refusal("cluster", f"{text}, but {name} is {value}; {remedy}"))
 
     def _use(self, name: str, value: str, shown: str) -> None:
         self._sources[name] = value
         self._notes.append(f"{shown}: from {name}")
 
-    def _take_key(self, name: str, key: str, text: str) -> None:
-        try:
-            value = self._read(name, key, text)
-        except UsageError as error:
-            self._refuse(key, str(error))
-            return
-        said, whose = self._said(key)
-        if said is None and key == "mem" and (rival := self._competing_memory_request(key)):
-            self._refuse(key, _conflict_message(name, text, *rival))
-        elif said is None:
-            self._resources[key], self._by[key] = value, name
-            resources = self._job.resources.model_copy(update={key: value})
-            self._job = self._job.model_copy(update={"resources": resources})
-            self._use(name, text, f"resources.{key}={value}")
-        elif not _is_same_value(key, said, value):
-            take = f"give resources.{key}={value}" if whose.startswith("the profile") else ""
-            self._refuse(key, _conflict_message(name, text, said, whose, take))
+    def _take_option(self, name: str, option: str, value: str | bool) -> None:
+        shown = f"--{option}" + ("" if value is True else "=")
+        self._take_key(name, f"sbatch.{option}", value, str(value), shown)
 
-    def _take_raw(self, name: str, option: str, value: str | bool) -> None:
-        said, key = self._job.resources.sbatch.get(option), f"sbatch.{option}"
-        whose = ""
-        if said is None and option in self._sbatch:
-            said, whose = self._sbatch[option], self._by[key]
-        rival = self._competing_memory_request(option) if said is None else None
-        if rival is not None:
-            said, whose = rival
-        if said is None and option not in self._job.resources.sbatch:
-            self._sbatch[option], self._by[key] = value, name
-            self._use(name, str(value), f"--{option}" + ("" if value is True else f"={value}"))
-        elif str(said) != str(value):
-            self._refuse(
-                key, _conflict_message(name, str(value), "left out" if said is None else said, whose)
-            )
+    def _take_key(self, name: str, key: str, value: Any, text: str, shown: str) -> None:
+        """Set a key that is not set, or refuse a value that contradicts the current one."""
+        current, owner = self._current(key)
+        is_same = current is not None and _is_same_value(key, current, value)
+        if current is None:
+            current, owner = self._competing_memory_request(key.removeprefix("sbatch."))
+        if current is None:
+            resources, (section, _, option) = self._job.resources, key.partition(".")
+            update = {section: resources.sbatch | {option: value} if option else value}
+            self._job = self._job.model_copy(update={"resources": resources.model_copy(update=update)})
+            self._set_by[key] = name
+            self._use(name, text, shown if value is True and option else f"{shown}{value}")
+        elif not is_same:
+            instead = f"give resources.{key}={value}" if owner.startswith("the profile") else ""
+            self._refuse(key, _conflict_message(name, text, current, owner, instead))
 
-    def _competing_memory_request(self, option: str) -> tuple[Any, str] | None:
-        """Of the three requests for memory another one that is made already."""
-        if option not in _MEMORY:
-            return None
-        asked = {"mem": self._job.resources.mem or self._resources.get("mem")}
-        asked |= {one: self._job.resources.sbatch.get(one) or self._sbatch.get(one) for one in _MEMORY[1:]}
-        for one, value in asked.items():
-            if one != option and value is not None:
-                return f"{one} {value}", self._by.get(one, self._by.get(f"sbatch.{one}", ""))
-        return None
+    def _competing_memory_request(self, option: str) -> tuple[Any, str]:
+        """Another of the three requests for memory, if one is made already, and its variable."""
+        requested: dict[str, Any] = {"mem": self._job.resources.mem}
+        requested |= {other: self._job.resources.sbatch.get(other) for other in _MEMORY[1:]}
+        for other, value in requested.items():
+            if option in _MEMORY and other != option and value is not None:
+                variable = self._set_by.get(other, self._set_by.get(f"sbatch.{other}", ""))
+                return f"{other} {value}", variable
+        return None, ""
 
-    def _said(self, key: str) -> tuple[Any, str]:
-        """What the job, else the profile says of a key, and who says so; "" for the job."""
-        value, usual = getattr(self._job.resources, key), ResourcesSpec.model_fields[key].default
-        if value != usual:
-            return value, self._by.get(key, "")
+    def _current(self, key: str) -> tuple[Any, str]:
+        """The value of a key, and what set it: a variable, the profile, or "" for the job."""
+        option, resources = key.partition(".")[2], self._job.resources
+        if option:
+            value = resources.sbatch.get(option)
+            is_left_out = value is None and option in resources.sbatch
+            return "left out" if is_left_out else value, self._set_by.get(key, "")
+        value = getattr(resources, key)
+        if value != ResourcesSpec.model_fields[key].default:
+            return value, self._set_by.get(key, "")
         if self._cluster is None:
             return None, ""
         partition = find_partition_spec(self._job, self._cluster)
@@ -262,7 +251,7 @@ class _SbatchInputReader:
         return of_profile.get(key), f"the profile {self._cluster.name}"
 
     def _read(self, name: str, key: str, text: str) -> Any:
-        """The value as the key takes it; UsageError for one that it does not take."""
+        """Parse the value for its key; UsageError for one that the key does not take."""
         value: Any = text
         if key == "gpus_per_node":
             value = self._gpus(name, text)
@@ -282,46 +271,41 @@ class _SbatchInputReader:
         return value
 
     def _gpus(self, name: str, text: str) -> int:
-        """GPUs of a node, of a request for GPUs in any of Slurm's forms."""
-        found, asked = _GPUS.fullmatch(text), self._job.resources
-        kind = found["kind"] if found else None
+        """Return the GPUs of a node that a request in any of Slurm's forms asks for."""
+        match, nodes = _GPUS.fullmatch(text), self._job.resources.all_nodes
+        kind = match["kind"] if match else None
         partition = find_partition_spec(self._job, self._cluster)
-        if found is None or (kind and kind.lower() != str(partition.gpu_type).lower()):
+        if match is None or (kind and kind.lower() != str(partition.gpu_type).lower()):
             raise UsageError(
                 f"{name} is {text}, which cannot be said of a job here; unset {name}, and use"
                 " resources.gpus_per_node, and gpu_type in the profile"
             )
-        count = int(found["count"] or 1)
+        count = int(match["count"] or 1)
         if name == "SBATCH_GPUS_PER_TASK":
             return count * self._job.ranks_per_node
         if name != "SBATCH_GPUS":
             return count
-        if count % asked.all_nodes:
-            text = f"{name} is {text}, which {asked.all_nodes} nodes cannot share evenly"
+        if count % nodes:
+            text = f"{name} is {text}, which {nodes} nodes cannot share evenly"
             raise UsageError(f"{text}; unset {name}, or ask for other nodes")
-        return count // asked.all_nodes
+        return count // nodes
 
     def _refuse(self, key: str, text: str) -> None:
         self._findings.append(make_refusal(f"resources.{key}", text))
 
 
-def _conflict_message(name: str, value: str, said: Any, whose: str, instead: str = "") -> str:
-    who = f"{whose} says {said}" if whose else f"is {said}"
+def _conflict_message(name: str, value: str, current: Any, owner: str, instead: str) -> str:
+    who = f"{owner} says {current}" if owner else f"is {current}"
     remedy = f"unset {name}, or {instead or 'make the two the same'}"
     return f"{who}, but {name} in your environment is {value}; {remedy}"
 
 
-def _is_same_value(key: str, said: Any, value: Any) -> bool:
+def _is_same_value(key: str, current: Any, value: Any) -> bool:
     readers: dict[str, Callable[[Any], Any]] = {
         "time": lambda text: parse_time(text).seconds,
         "switches_wait": lambda text: parse_time(text).seconds,
         "mem": parse_memory,
-        "partition": lambda text: {one.strip() for one in text.split(",")},
+        "partition": lambda text: {name.strip() for name in text.split(",")},
     }
-    read = readers.get(key, lambda one: one)
-    return bool(read(said) == read(value))
-
-
-def known_input_variables() -> Iterator[str]:
-    """Every variable that is known here."""
-    yield from (*RESOURCE_KEY_OF_VARIABLE, *OPTION_OF_VARIABLE, *REFUSED_VARIABLES, *_CLUSTER)
+    read = readers.get(key, str)
+    return bool(read(current) == read(value))

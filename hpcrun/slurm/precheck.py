@@ -1,9 +1,8 @@
-"""What is known before a job is submitted: whether it fits the cluster, and its place. Asks nobody."""
+"""Checks before a job is submitted: whether it fits the cluster, and where its run directory is. Pure."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,28 +18,28 @@ from hpcrun.slurm.nodes import NodeRecord
 from hpcrun.specs.cluster import ClusterSpec, GpuSpec, PartitionSpec
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.timing import check_times_within
-from hpcrun.units import format_bytes, parse_memory, parse_time, render_memory, render_time
+from hpcrun.units import parse_memory, parse_time, render_memory, render_time
 
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 _NODE_LOCAL = ("/tmp", "/var/tmp", "/dev/shm")
 _COUNTED_MIB = 1024
-_FILES_OF_A_RUN, _FILES_OF_A_RANK = 20, 4
 _FEATURE = re.compile(r"[A-Za-z_][\w.:-]*")
 
 
 def make_refusal(key: str, text: str) -> Finding:
-    """The job cannot run as it was asked for."""
+    """Return a finding that the job cannot run as requested."""
     return Finding("error", "request", key, text)
 
 
 def make_precheck_warning(key: str, text: str) -> Finding:
-    """The person should know it."""
+    """Return a finding that the user should know."""
     return Finding("warning", "request", key, text)
 
 
 @dataclass(frozen=True)
 class _PartitionLimits:
-    """A partition as the live Slurm tells it, or else the profile; None and math.inf: no limit is known."""
+    """The limits of a partition by the live Slurm, else by the profile; None and math.inf: no limit is
+    known."""
 
     name: str
     max_time_s: float = math.inf
@@ -81,20 +80,22 @@ def _partition_limits(name: str, profile: PartitionSpec | None, live: LiveCluste
 
 
 def _live_partition(name: str, live: LiveCluster | None) -> Partition | None:
-    return next((one for one in live.partitions if one.name == name), None) if live else None
+    return (
+        next((partition for partition in live.partitions if partition.name == name), None) if live else None
+    )
 
 
 def check_partition_fit(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> list[Finding]:
-    """Whether the job fits a partition, as far as the live Slurm and the profile tell.
+    """Check whether the job fits a partition, by the live Slurm and the profile.
 
-    Several partitions may be named; the job fits when one of them takes it. A QOS or a reservation may lift
-    a partition's limits, so with one of these they are told and not refused.
+    Several partitions may be named; the job fits if one of them accepts it. A QOS or a reservation may lift a
+    partition's limits: then exceeding one is a warning and no refusal.
     """
-    names, found = _requested_partitions(job, cluster, live)
+    names, findings = _requested_partitions(job, cluster, live)
     if live and live.nodes and job.resources.nodelist:
-        known = {node.name for node in live.nodes}
-        gone = [node for node in expand_hosts(job.resources.nodelist) if node not in known]
-        found += (
+        existing = {node.name for node in live.nodes}
+        gone = [node for node in expand_hosts(job.resources.nodelist) if node not in existing]
+        findings += (
             [make_refusal("resources.nodelist", f"{fold_hosts(gone)}: no such node here")] if gone else []
         )
     if not schedules_memory(job, cluster, live):
@@ -111,11 +112,11 @@ def check_partition_fit(job: JobSpec, cluster: ClusterSpec | None, live: LiveClu
             ]
         )
     fits = [verdict for verdict in verdicts if not count_severities(verdict)["error"]]
-    return found + (fits or verdicts or [[]])[0]
+    return findings + (fits or verdicts or [[]])[0]
 
 
 def check_gpus(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> Iterator[Finding]:
-    """Whether GPUs are asked for in a way that this Slurm takes, and that gives every node its own."""
+    """Check that GPUs are requested in a way that this Slurm accepts and that gives every node its own."""
     count, style = requested_gpus_per_node(job, cluster), cluster.gpus if cluster else GpuSpec()
     if not count or style.request == "none":
         return
@@ -137,32 +138,42 @@ def check_gpus(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | No
         yield make_precheck_warning(key, f"{text}, and NCCL may fall back to slow paths; set gpus.bind: none")
     kind = find_partition_spec(job, cluster).gpu_type if style.typed else None
     there = {node.gpu_type for node in live.nodes if node.gpu_type} if live else set()
-    if kind and there and kind.lower() not in {one.lower() for one in there}:
+    if kind and there and kind.lower() not in {gpu_type.lower() for gpu_type in there}:
         text = f"{where} asks for GPUs of type {kind}, Slurm knows {', '.join(sorted(there))}"
         yield make_refusal(key, f"{text}; correct gpu_type there")
 
 
 def _is_exclusive(job: JobSpec, cluster: ClusterSpec | None) -> bool:
-    asked = job.resources.exclusive
-    return find_partition_spec(job, cluster).exclusive if asked is None else asked
+    requested = job.resources.exclusive
+    return find_partition_spec(job, cluster).exclusive if requested is None else requested
 
 
 def schedules_memory(job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None) -> bool:
     """Whether a job may ask for memory: where no memory is configured, nodes count as having next to none."""
     shown = [_live_partition(name, live) for name in _requested_partitions(job, cluster, live)[0]]
-    amounts = [one.node_memory_mib for one in shown if one and one.node_memory_mib is not None]
+    amounts = [
+        partition.node_memory_mib
+        for partition in shown
+        if partition and partition.node_memory_mib is not None
+    ]
     return not amounts or max(amounts) >= _COUNTED_MIB
 
 
 def _requested_partitions(
     job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None
 ) -> tuple[list[str], list[Finding]]:
-    """The partitions that the job may come into, and what is wrong with their names."""
-    asked = job.resources.partition or (cluster.default_partition if cluster else None)
-    there = [one.name for one in live.partitions] if live else list(cluster.partitions) if cluster else []
-    if asked is None:
-        return [one.name for one in live.partitions if one.is_default] if live else [], []
-    names = [name.strip() for name in asked.split(",") if name.strip()]
+    """Return the partitions that the job may be placed in, and findings about their names."""
+    requested = job.resources.partition or (cluster.default_partition if cluster else None)
+    there = (
+        [partition.name for partition in live.partitions]
+        if live
+        else list(cluster.partitions)
+        if cluster
+        else []
+    )
+    if requested is None:
+        return [partition.name for partition in live.partitions if partition.is_default] if live else [], []
+    names = [name.strip() for name in requested.split(",") if name.strip()]
     absent = [name for name in names if name not in there] if there else []
     text = "{} is no partition of {}; there are: {}"
     where = "this cluster" if live else f"the profile {cluster.name if cluster else ''}"
@@ -173,25 +184,26 @@ def _requested_partitions(
 
 def _check_policy(job: JobSpec, limits: _PartitionLimits, *, refuse: bool) -> Iterator[Finding]:
     """What a policy of the partition forbids."""
-    asked, where = job.resources, f"partition {limits.name}"
+    resources, where = job.resources, f"partition {limits.name}"
     make = make_refusal if refuse else make_precheck_warning
-    if asked.time is not None:
-        seconds = parse_time(asked.time).seconds
+    if resources.time is not None:
+        seconds = parse_time(resources.time).seconds
         if seconds > limits.max_time_s:
-            text = f"{asked.time} is more than {where} allows ({render_time(limits.max_time_s)})"
+            text = f"{resources.time} is more than {where} allows ({render_time(limits.max_time_s)})"
             yield make("resources.time", f"{text}; ask for less or for another partition")
     elif limits.default_time_s is not None and not math.isinf(limits.default_time_s):
         text = f"is not given, so {where} gives {render_time(limits.default_time_s)}"
         yield make_precheck_warning("resources.time", text)
         what = f"the {render_time(limits.default_time_s)} of {where}"
-        for one in check_times_within(limits.default_time_s, what, job.retry, job.watch, job.checkpoint):
-            yield make_refusal(one.key, one.text)
-    if limits.max_nodes < asked.all_nodes <= limits.total_nodes:
-        text = f"{asked.all_nodes} is more than {where} allows ({limits.max_nodes:.0f})"
+        for problem in check_times_within(limits.default_time_s, what, job.retry, job.watch, job.checkpoint):
+            yield make_refusal(problem.key, problem.text)
+    if limits.max_nodes < resources.all_nodes <= limits.total_nodes:
+        text = f"{resources.all_nodes} is more than {where} allows ({limits.max_nodes:.0f})"
         yield make("resources.nodes", f"{text}; ask for fewer or for another partition")
-    memory = parse_memory(asked.mem) if asked.mem else 0
+    memory = parse_memory(resources.mem) if resources.mem else 0
     if memory > limits.max_memory_mib:
-        text = f"{asked.mem} is more than {where} allows a node ({render_memory(int(limits.max_memory_mib))})"
+        most = render_memory(int(limits.max_memory_mib))
+        text = f"{resources.mem} is more than {where} allows a node ({most})"
         yield make("resources.mem", f"{text}; ask for less")
     if limits.state not in ("", "unknown", "UP"):
         text = f"{where} is {limits.state} now: the job waits until an administrator changes that"
@@ -200,12 +212,12 @@ def _check_policy(job: JobSpec, limits: _PartitionLimits, *, refuse: bool) -> It
 
 def _check_node_sizes(job: JobSpec, limits: _PartitionLimits, gpus: int) -> Iterator[Finding]:
     """What the partition's nodes cannot give: such a job would wait for ever."""
-    asked, where = job.resources, f"partition {limits.name}"
-    if asked.all_nodes > limits.total_nodes:
-        text = f"{asked.all_nodes} can never start: {where} has {limits.total_nodes:.0f}"
+    resources, where = job.resources, f"partition {limits.name}"
+    if resources.all_nodes > limits.total_nodes:
+        text = f"{resources.all_nodes} can never start: {where} has {limits.total_nodes:.0f}"
         yield make_refusal("resources.nodes", f"{text}; ask for fewer")
         return
-    cpus = job.ranks_per_node * (asked.cpus_per_rank or 1)
+    cpus = job.ranks_per_node * (resources.cpus_per_rank or 1)
     if not limits.nodes:
         if limits.cpus is not None and cpus > limits.cpus:
             yield make_refusal(
@@ -223,16 +235,17 @@ def _never_starts_message(what: str, where: str, most: object) -> str:
 
 
 def _unfit_nodes(job: JobSpec, limits: _PartitionLimits, cpus: int, gpus: int) -> Iterator[Finding]:
-    """Sort out the nodes that cannot take the job, need by need; the need that leaves too few is told."""
-    asked, left = job.resources, list(limits.nodes)
-    memory = parse_memory(asked.mem) if asked.mem else 0
-    excluded = set(expand_hosts(asked.exclude)) if asked.exclude else set()
+    """Filter the nodes that can take the job, one requirement after the other; report the one that leaves too
+    few."""
+    resources, left = job.resources, list(limits.nodes)
+    memory = parse_memory(resources.mem) if resources.mem else 0
+    excluded = set(expand_hosts(resources.exclude)) if resources.exclude else set()
     needs: list[tuple[str, str, Callable[[NodeRecord], bool], Callable[[NodeRecord], object]]] = [
         ("exclude", "", lambda node: node.name not in excluded, lambda node: 0),
         (
             "constraint",
-            str(asked.constraint),
-            lambda node: _has_features(node, asked.constraint or ""),
+            str(resources.constraint),
+            lambda node: _has_features(node, resources.constraint or ""),
             lambda node: ",".join(node.features),
         ),
         (
@@ -241,7 +254,7 @@ def _unfit_nodes(job: JobSpec, limits: _PartitionLimits, cpus: int, gpus: int) -
             lambda node: gpus <= _known_or_infinite(node.gpus),
             lambda node: node.gpus,
         ),
-        ("mem", str(asked.mem), lambda node: memory <= _known_or_infinite(node.memory_mib), _memory_of),
+        ("mem", str(resources.mem), lambda node: memory <= _known_or_infinite(node.memory_mib), _memory_of),
         (
             "cpus_per_rank",
             f"{cpus} CPUs a node",
@@ -251,16 +264,16 @@ def _unfit_nodes(job: JobSpec, limits: _PartitionLimits, cpus: int, gpus: int) -
     ]
     for key, what, fits, shown in needs:
         fitting = [node for node in left if fits(node)]
-        if len(fitting) < asked.all_nodes:
+        if len(fitting) < resources.all_nodes:
             yield make_refusal(
                 f"resources.{key}",
-                _too_few_nodes(asked.all_nodes, key, what, limits.name, left, fitting, shown),
+                _too_few_nodes(resources.all_nodes, key, what, limits.name, left, fitting, shown),
             )
             return
         left = fitting
     usable = [node for node in left if node.state.usable is not False]
-    if len(usable) < asked.all_nodes:
-        text = f"{asked.all_nodes} must wait: of the {len(left)} nodes that could take the job"
+    if len(usable) < resources.all_nodes:
+        text = f"{resources.all_nodes} must wait: of the {len(left)} nodes that could take the job"
         yield make_precheck_warning(
             "resources.nodes", f"{text} in partition {limits.name} only {len(usable)} are up"
         )
@@ -298,16 +311,16 @@ def _has_features(node: NodeRecord, constraint: str) -> bool:
     return all(has) if re.fullmatch(r"[\w.:&,-]*", constraint) else any(has)
 
 
-def check_run_root_visibility(root: Path, cluster: ClusterSpec | None, mounts: str) -> list[Finding]:
-    """Whether compute nodes will see run directories under `root`; `mounts` is the text of /proc/mounts."""
+def check_run_root_visibility(root: Path, cluster: ClusterSpec | None, file_system: str) -> list[Finding]:
+    """Whether compute nodes will see run directories under `root`, on a file system of this type."""
     if cluster is not None:
-        allowed = [Path(expand_profile_path(one)) for one in cluster.log_roots]
+        allowed = [Path(expand_path(path)) for path in cluster.log_roots]
         if allowed and not any(_is_under(root, place) for place in allowed):
             there = ", ".join(map(str, allowed))
             text = f"{root}: the profile {cluster.name} allows run directories under {there} only"
             return [make_refusal("", f"{text}; set HPCRUN_ROOT to a place there")]
-        systems = [(Path(expand_profile_path(one.path)), one) for one in cluster.file_systems.values()]
-        holding = [(place, one) for place, one in systems if _is_under(root, place)]
+        systems = [(Path(expand_path(system.path)), system) for system in cluster.file_systems.values()]
+        holding = [(place, system) for place, system in systems if _is_under(root, place)]
         if holding:
             place, system = max(holding, key=lambda pair: len(pair[0].parts))
             if system.shared:
@@ -316,54 +329,17 @@ def check_run_root_visibility(root: Path, cluster: ClusterSpec | None, mounts: s
             return [make_refusal("", f"{text}; set HPCRUN_ROOT to a shared file system")]
         if allowed:
             return []
-    kind = file_system_type(root, mounts)
     own = next((place for place in _NODE_LOCAL if root.is_relative_to(place)), None)
-    if own is None and kind not in _MEMORY_FILE_SYSTEMS:
+    if own is None and file_system not in _MEMORY_FILE_SYSTEMS:
         return []
-    found = f"under {own}" if own else f"on a {kind}"
-    text = f"{root}: is {found}, which compute nodes seldom share; if they do not, the job cannot start"
+    location = f"under {own}" if own else f"on a {file_system}"
+    text = f"{root}: is {location}, which compute nodes seldom share; if they do not, the job cannot start"
     return [make_precheck_warning("", f"{text} (HPCRUN_ROOT chooses another place)")]
 
 
 def _is_under(path: Path, place: Path) -> bool:
     """Whether a path is in a place, by its name or by where links lead."""
     return path.is_relative_to(place) or path.resolve().is_relative_to(place.resolve())
-
-
-def expand_profile_path(text: str) -> str:
-    """A path of the profile with `~` and `$VARS` replaced from the environment."""
-    return expand_path(text)
-
-
-def file_system_type(path: Path, mounts: str) -> str:
-    """The type of the file system that holds a path, by the text of /proc/mounts; empty when unknown."""
-    best, kind = -1, ""
-    for line in mounts.splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        place = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1]))
-        # Of several on one place the last mounted is seen.
-        if path.is_relative_to(place) and len(place.parts) >= best:
-            best, kind = len(place.parts), fields[2]
-    return kind
-
-
-def check_free_space(
-    place: Path, found: os.statvfs_result, need_bytes: int, ranks: int, runs: int
-) -> list[Finding]:
-    """Whether saves and files of `runs` runs fit where `found` was measured; a file system may not know."""
-    free, findings = found.f_bavail * found.f_frsize, []
-    if found.f_blocks and free < need_bytes:
-        text = f"{place}: {format_bytes(free)} are free, but the saves need {format_bytes(need_bytes)}"
-        findings.append(
-            make_refusal("", f"{text}; set HPCRUN_ROOT to a larger disk, or lower checkpoint.keep")
-        )
-    files = runs * (_FILES_OF_A_RUN + _FILES_OF_A_RANK * ranks)
-    if found.f_files and found.f_favail < files:
-        text = f"{place}: {found.f_favail} more files are possible, but about {files} are needed"
-        findings.append(make_refusal("", f"{text}; remove some, or set HPCRUN_ROOT to another place"))
-    return findings
 
 
 def exceeded_quota_lines(printed: str) -> list[str]:

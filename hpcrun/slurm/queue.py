@@ -1,4 +1,4 @@
-"""Jobs in Slurm's hands: asked about, any number in one squeue call and one of sacct, and taken back."""
+"""Queries and cancels jobs: one squeue and one sacct call for any number of jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from hpcrun import process
 from hpcrun.errors import SiteError
 from hpcrun.slurm.answers import parse_slurm_problem
-from hpcrun.slurm.client import run_slurm_client
+from hpcrun.slurm.client import cluster_option, run_slurm_client
 from hpcrun.slurm.jobs import (
     SACCT_DELIMITER,
     SACCT_FORMAT,
@@ -22,10 +22,10 @@ from hpcrun.slurm.jobs import (
 )
 
 _HEADS = re.compile(r"JobID|CLUSTER:")
-"""What stands in an answer without jobs."""
+"""The beginnings of an answer without jobs."""
 _MOST_WORDS = 80
 _MOST_IDS = 5000
-"""More may not fit on a command line; then all jobs are asked for."""
+"""More may not fit on a command line; then all jobs are queried."""
 _PHASES = ("running", "pending", "unknown", "ended")
 
 
@@ -36,7 +36,7 @@ class JobQuery(NamedTuple):
     element: int | None = None
     cluster: str = ""
     run: str = ""
-    """The id of the run whose job it is meant to be; another run's job of this number is then not known."""
+    """The id of the run that the job should belong to; a job of another run does not count as found."""
 
     def __str__(self) -> str:
         """The id as Slurm's commands take it."""
@@ -44,15 +44,15 @@ class JobQuery(NamedTuple):
 
 
 class JobQueryResult(NamedTuple):
-    """What Slurm knows; without a record and without trouble it knows no such job (any more)."""
+    """What Slurm knows; without a record and without a problem it does not know the job (any more)."""
 
     record: JobRecord | None = None
     trouble: str = ""
-    """Why Slurm could not be asked, in the command's own words."""
+    """Why Slurm could not be queried, in the command's own words."""
 
 
 class _JobIndex:
-    """The records that a command printed, quick to look into: an array has thousands."""
+    """The records that a command printed, indexed: an array has thousands of elements."""
 
     def __init__(self, records: Iterable[JobRecord] = ()) -> None:
         self._jobs: defaultdict[int, list[JobRecord]] = defaultdict(list)
@@ -60,70 +60,71 @@ class _JobIndex:
         self._ranges: defaultdict[int, list[JobRecord]] = defaultdict(list)
         self._rest: dict[int, JobRecord] = {}
         for record in records:
-            found = record.id
-            self._jobs[found.job].append(record)
-            if found.element is not None:
-                self._elements[found.job, found.element] = record
-            elif found.elements:
-                self._ranges[found.job].append(record)
+            job = record.id
+            self._jobs[job.job].append(record)
+            if job.element is not None:
+                self._elements[job.job, job.element] = record
+            elif job.elements:
+                self._ranges[job.job].append(record)
             elif record.state.final:
-                # What never started of an array that was cancelled as a whole has no elements any more.
-                self._rest[found.job] = record
+                # The elements that never started of an array that was cancelled as a whole are not listed any
+                # more.
+                self._rest[job.job] = record
 
-    def find(self, asked: JobQuery) -> JobRecord | None:
-        record = self._of_this_number(asked)
-        return None if record and asked.run and not record.is_of(asked.run) else record
+    def find(self, query: JobQuery) -> JobRecord | None:
+        record = self._of_this_number(query)
+        return None if record and query.run and not record.is_of(query.run) else record
 
-    def _of_this_number(self, asked: JobQuery) -> JobRecord | None:
-        records = self._jobs[asked.job]
-        if asked.element is None:
-            # Of an array, what goes on speaks for it; of a heterogeneous job the first component.
-            return min(records, key=lambda one: _PHASES.index(one.state.phase), default=None)
-        if single := self._elements.get((asked.job, asked.element)):
+    def _of_this_number(self, query: JobQuery) -> JobRecord | None:
+        records = self._jobs[query.job]
+        if query.element is None:
+            # For an array the element that still runs decides, for a heterogeneous job the first component.
+            return min(records, key=lambda record: _PHASES.index(record.state.phase), default=None)
+        if single := self._elements.get((query.job, query.element)):
             return single
-        listed = (one for one in self._ranges[asked.job] if one.id.holds(asked.element))
-        return next(listed, self._rest.get(asked.job))
+        listed = (record for record in self._ranges[query.job] if record.id.holds(query.element))
+        return next(listed, self._rest.get(query.job))
 
 
 def query_jobs(
     questions: Iterable[JobQuery], timeout_s: float = 20.0, *, in_accounts: bool = True
 ) -> dict[JobQuery, JobQueryResult]:
-    """Ask Slurm about jobs, with one squeue call a cluster.
+    """Query Slurm about jobs, with one squeue call a cluster.
 
-    Never raises: where squeue is missing, or it or sacct fails, the answer holds its words: what cannot be
-    asked is no proof that a job is gone. On clusters without accounts a job that squeue forgot is just not
-    known; so it is where nobody looks `in_accounts`. `timeout_s` holds for each call.
+    Never raises: if squeue is missing, or it or sacct fails, the result holds the error, because a failed
+    query does not prove that a job is gone. On clusters without accounts a job that squeue forgot is unknown;
+    so it is without `in_accounts`. `timeout_s` is the limit of each call.
     """
     by_cluster: defaultdict[str, list[JobQuery]] = defaultdict(list)
-    for one in dict.fromkeys(questions):
-        by_cluster[one.cluster].append(one)
+    for query in dict.fromkeys(questions):
+        by_cluster[query.cluster].append(query)
     answers = {}
-    for cluster, asked in by_cluster.items():
-        known, trouble = _run_job_query(_squeue_command(asked, cluster), parse_squeue, timeout_s)
-        forgotten = [one for one in asked if known.find(one) is None]
+    for cluster, queries in by_cluster.items():
+        current, trouble = _run_job_query(_squeue_command(queries, cluster), parse_squeue, timeout_s)
+        forgotten = [query for query in queries if current.find(query) is None]
         older = _JobIndex()
         if forgotten and not trouble and in_accounts and shutil.which("sacct"):
             older, trouble = _run_job_query(_sacct_command(forgotten, cluster), parse_sacct, timeout_s)
-        for one in asked:
-            record = known.find(one) or older.find(one)
-            answers[one] = JobQueryResult(record, "" if record else trouble)
+        for query in queries:
+            record = current.find(query) or older.find(query)
+            answers[query] = JobQueryResult(record, "" if record else trouble)
     return answers
 
 
-def _squeue_command(asked: Sequence[JobQuery], cluster: str) -> list[str]:
-    return ["squeue", "-h", "-t", "all", "-o", SQUEUE_FORMAT, *_selection_options(asked, cluster)]
+def _squeue_command(queries: Sequence[JobQuery], cluster: str) -> list[str]:
+    return ["squeue", "-h", "-t", "all", "-o", SQUEUE_FORMAT, *_selection_options(queries, cluster)]
 
 
-def _sacct_command(asked: Sequence[JobQuery], cluster: str) -> list[str]:
+def _sacct_command(queries: Sequence[JobQuery], cluster: str) -> list[str]:
     words = ["sacct", "--parsable2", f"--delimiter={SACCT_DELIMITER}", "--allocations", "-o", SACCT_FORMAT]
-    return [*words, *_selection_options(asked, cluster)]
+    return [*words, *_selection_options(queries, cluster)]
 
 
-def _selection_options(asked: Sequence[JobQuery], cluster: str) -> list[str]:
+def _selection_options(queries: Sequence[JobQuery], cluster: str) -> list[str]:
     # An element that waits is only found by the id of its array.
-    jobs = dict.fromkeys(str(one.job) for one in asked)
+    jobs = dict.fromkeys(str(query.job) for query in queries)
     ids = ["-j", ",".join(jobs)] if len(jobs) <= _MOST_IDS else []
-    return [*ids, *(["-M", cluster] if cluster else [])]
+    return [*ids, *cluster_option(cluster)]
 
 
 def _run_job_query(
@@ -131,8 +132,8 @@ def _run_job_query(
 ) -> tuple[_JobIndex, str]:
     """What a command knows, and what went wrong."""
     try:
-        # By itself Slurm cuts the list of an array's waiting elements short.
-        done = run_slurm_client(argv, timeout_s=timeout_s, more={"SLURM_BITSTR_LEN": "0"})
+        # By default Slurm cuts the list of an array's waiting elements short.
+        done = run_slurm_client(argv, timeout_s=timeout_s, extra={"SLURM_BITSTR_LEN": "0"})
     except SiteError as error:
         # The whole line is long, and holds the delimiter, which is no character for a terminal.
         return _JobIndex(), str(error).replace(" ".join(argv), argv[0])
@@ -153,13 +154,15 @@ def _not_understood(command: str, answer: str) -> str:
 
 
 def _problem_text(command: str, done: process.CompletedCommand) -> str:
-    said = f"{done.stderr}\n{done.stdout}".strip() if done.exit_code else done.stderr
-    trouble = parse_slurm_problem(said)
+    output = f"{done.stderr}\n{done.stdout}".strip() if done.exit_code else done.stderr
+    trouble = parse_slurm_problem(output)
     if trouble and trouble.kind in ("no-job", "no-accounting"):
         return ""
     if trouble:
         return f"{command} said: {trouble.text}" + (f"; {trouble.remedy}" if trouble.remedy else "")
-    return f"{command} ended with exit code {done.exit_code}: {said or 'no words'}" if done.exit_code else ""
+    return (
+        f"{command} ended with exit code {done.exit_code}: {output or 'no words'}" if done.exit_code else ""
+    )
 
 
 def cancel_job(job: JobQuery, how: Literal["pending", "save", "now"], timeout_s: float = 30.0) -> None:
@@ -173,19 +176,18 @@ def cancel_job(job: JobQuery, how: Literal["pending", "save", "now"], timeout_s:
         "save": ["--state=RUNNING", "--batch", "--signal=TERM"],
         "now": [],
     }[how]
-    where = ["-M", job.cluster] if job.cluster else []
-    done = run_slurm_client(["scancel", *words, *where, str(job)], timeout_s=timeout_s)
+    done = run_slurm_client(["scancel", *words, *cluster_option(job.cluster), str(job)], timeout_s=timeout_s)
     trouble = parse_slurm_problem(done.stderr)
     is_over = trouble is not None and trouble.kind in ("no-job", "ended")
     if done.exit_code and not is_over and not f"{done.stderr}{done.stdout}".strip():
-        # So it ends too when the job got ahead of it.
+        # scancel also ends like this when the job has ended before it.
         is_over = _is_over(job)
     if not is_over:
         done.require_success()
 
 
 def _is_over(job: JobQuery) -> bool:
-    """Whether a job has ended or is ending, as far as squeue can be asked."""
+    """Whether a job has ended or is ending, as far as squeue reports."""
     record, trouble = query_jobs([job])[job]
     if record is None:
         return not trouble

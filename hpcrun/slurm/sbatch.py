@@ -14,7 +14,7 @@ from hpcrun import process
 from hpcrun.errors import HpcrunError, SiteError, SpecError, UsageError
 from hpcrun.hostlist import expand_hosts, fold_hosts
 from hpcrun.slurm.answers import SbatchAnswer, SlurmProblem, parse_sbatch_answer, parse_slurm_problem
-from hpcrun.slurm.client import KEPT_VARIABLES, run_slurm_client
+from hpcrun.slurm.client import KEPT_VARIABLES, cluster_option, run_slurm_client
 from hpcrun.slurm.contract import check_rendered_script, render_script, replaced_directives
 from hpcrun.slurm.ids import JobId
 from hpcrun.slurm.queue import JobQuery, cancel_job
@@ -25,10 +25,10 @@ from hpcrun.specs.fields import matches_any_pattern
 PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 """Between the tries, when the controller is busy or does not answer."""
 _SBATCH_S = 300
-"""sbatch itself goes on trying for about two minutes when the controller takes no jobs."""
+"""sbatch itself retries for about two minutes when the controller accepts no jobs."""
 _QUERY_S = 60
 _LATE_S = 2.0
-"""So long the controller may take to show a job that it was given just now."""
+"""The controller may take this long to show a job that it has just accepted."""
 _PATIENCE_S = 300
 """Past this nothing is tried again."""
 
@@ -45,16 +45,17 @@ SbatchNoteCallback = Callable[[str], None]
 
 
 def discard_note(text: str) -> None:
-    """The Note of those who do not want to know."""
+    """A callback that drops its note."""
 
 
 def submission_environment(
     environ: Mapping[str, str], deny: Sequence[str] = ()
 ) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The environment that a job is submitted in, and the names that were dropped from it.
+    """Return the environment that a job is submitted in, and the names that were dropped from it.
 
-    What a job or its ranks were given (we may be inside one) would give the new job the old one's place,
-    memory and processors; exported shell functions break scripts. `deny`: patterns of what is not wanted.
+    Variables of a job or its ranks (this process may be inside one) would give the new job the old one's
+    nodes, memory and processors; exported shell functions break scripts. `deny`: patterns of further names to
+    drop.
     """
     safe = process.scrubbed_environment(environ)
     kept = {
@@ -67,7 +68,8 @@ def submission_environment(
 
 
 def log_file_pattern(folder: Path, is_array: bool = False, ending: str = "out") -> str:
-    """Where the tasks write, as sbatch and srun take it and submitit looks for it; `%t` is the task."""
+    """Return the path of a task's log as sbatch and srun take it and submitit expects it; `%t` is the
+    task."""
     text = str(folder)
     if re.search(r"%[jtAa]", text) or not text.isprintable():
         raise UsageError(
@@ -78,7 +80,7 @@ def log_file_pattern(folder: Path, is_array: bool = False, ending: str = "out") 
 
 
 def format_array_indices(indices: Sequence[int], throttle: int | None = None) -> str:
-    """Indices as sbatch --array takes them: 0-39, or 3,7,12-14%8 where no more than 8 shall run at once."""
+    """Format indices for sbatch --array: 0-39, or 3,7,12-14%8 if at most 8 may run at once."""
     runs: list[list[int]] = []
     for index in sorted(set(indices)):
         if runs and index == runs[-1][1] + 1:
@@ -97,12 +99,10 @@ def render_submission_script(
     array: ArrayContext | None = None,
     note: SbatchNoteCallback = discard_note,
 ) -> str:
-    """The script exactly as it is submitted from `folder`: the context with its log files put in.
+    """Render the script exactly as it is submitted from `folder`: the context with its log files filled in.
 
-    `note` is told what of the job a site's template replaces.
-
-    Needs no Slurm. Errors go into the output where the context has no stderr. SpecError lists all in which a
-    site's template breaks the contract for this job.
+    `note` is called with what a site's template overrides. Needs no Slurm. Errors go into the output file if
+    the context has no stderr. SpecError lists all violations of the contract by a site's template.
     """
     is_array = array is not None
     final: dict[str, Any] = {"array": array, "stdout": log_file_pattern(folder, is_array)}
@@ -127,11 +127,11 @@ def submit_batch_script(
     note: SbatchNoteCallback = discard_note,
     detail: SbatchNoteCallback = discard_note,
 ) -> JobId:
-    """Hand a script to sbatch; SiteError with sbatch's own words where it is not taken.
+    """Submit a script with sbatch; SiteError with sbatch's own words if it is not accepted.
 
-    A controller that is busy or away is asked again, but only after a look whether it has the job already:
-    an answer may get lost on its way. `deny`: patterns of variables that the job is not to inherit; `detail`
-    is told which it does not get.
+    When the controller is busy or away, sbatch is retried, but only if the job is not in the queue already:
+    the answer may have been lost. `deny`: patterns of variables that the job must not inherit; `detail` is
+    called with those that were dropped.
     """
     environ, dropped = submission_environment(os.environ, deny)
     if dropped:
@@ -141,13 +141,13 @@ def submit_batch_script(
         raise SiteError(
             f"sbatch: no such command, so there is no Slurm here; on a login node of the cluster, {remedy}"
         )
-    where = ["-M", slurm_cluster] if slurm_cluster else []
+    where = cluster_option(slurm_cluster)
     try:
         return _submit_with_retries(path, where, environ, slurm_cluster or "", note)
     except HpcrunError:
         raise
     except BaseException:
-        # An interrupt; the controller may have the job all the same, and nobody would know of it.
+        # An interrupt: the controller may have accepted the job without anybody knowing.
         _cancel_unacknowledged(path, where, slurm_cluster or "", note)
         raise
 
@@ -156,41 +156,41 @@ def _submit_with_retries(
     path: Path, where: Sequence[str], environ: Mapping[str, str], cluster: str, note: SbatchNoteCallback
 ) -> JobId:
     words = [*_user_locale_options(environ), "sbatch", "--parsable", *where, str(path)]
-    said: SlurmProblem | None = None
+    problem: SlurmProblem | None = None
     jobs: list[int] | None = []
     end = time.monotonic() + _PATIENCE_S
     for pause in (0.0, *PAUSES_S):
-        if said is not None:
+        if problem is not None:
             if time.monotonic() > end:
                 break
-            note(f"sbatch: {said.text}; looking again in {pause:g} s")
+            note(f"sbatch: {problem.text}; looking again in {pause:g} s")
             time.sleep(pause)
             jobs = _find_jobs_of_script(path, where)
             if jobs:
                 note(f"the job is there all the same: {jobs[0]}")
                 return JobId(jobs[0], cluster=cluster)
-            if jobs is None:  # not known to be absent, so a second job might come of it
+            if jobs is None:  # The job may exist: another submission could make a second one.
                 continue
         answer = _run_sbatch(words, environ)
         if answer.job is not None:
             if answer.trouble:
                 note(f"sbatch: {answer.trouble.text}")
             return JobId(answer.job, cluster=answer.cluster or cluster)
-        said = answer.trouble or SlurmProblem("unknown", "sbatch printed nothing")
-        if not _is_transient(said):
+        problem = answer.trouble or SlurmProblem("unknown", "sbatch printed nothing")
+        if not _is_transient(problem):
             break
-    assert said is not None
-    if said.kind == "unknown" or _is_transient(said):
+    assert problem is not None
+    if problem.kind == "unknown" or _is_transient(problem):
         jobs = _find_jobs_of_script(path, where)
         if jobs:
-            note(f"sbatch: {said.text}; the job is there all the same: {jobs[0]}")
+            note(f"sbatch: {problem.text}; the job is there all the same: {jobs[0]}")
             return JobId(jobs[0], cluster=cluster)
-    left = f"; {said.remedy}" if said.remedy else ""
-    if _is_transient(said):
+    left = f"; {problem.remedy}" if problem.remedy else ""
+    if _is_transient(problem):
         left = f"; {_WHETHER if jobs is None else 'the job is not there'}, and try again in a while"
     elif jobs is None:
         left += f"; {_WHETHER}"
-    raise SiteError(f"sbatch did not take the job: {said.text}{left}")
+    raise SiteError(f"sbatch did not take the job: {problem.text}{left}")
 
 
 def _cancel_unacknowledged(path: Path, where: Sequence[str], cluster: str, note: SbatchNoteCallback) -> None:
@@ -216,7 +216,7 @@ def cancel_submitted_job(job: JobId, note: SbatchNoteCallback) -> None:
 
 
 def _user_locale_options(environ: Mapping[str, str]) -> list[str]:
-    """The runner asks commands to speak English, but the job is to have the user's own language."""
+    """process.run makes commands speak English, but the job must get the user's own language."""
     own = environ.get("LC_ALL")
     return ["env", "-u", "LC_ALL", *([f"LC_ALL={own}"] if own else [])]
 
@@ -249,16 +249,18 @@ def drop_unknown_nodes(
     hosts: str, *, slurm_cluster: str | None = None, note: SbatchNoteCallback = discard_note
 ) -> str:
     """A list of hosts without those that the cluster does not have: sbatch would refuse the whole job."""
-    where = ["-M", slurm_cluster] if slurm_cluster else []
+    where = cluster_option(slurm_cluster)
     answer = _query_output(["sinfo", "-h", "-a", "-N", "-o", "%N", *where])
-    known = set((answer or "").split())
-    wanted = expand_hosts(hosts, "exclude")
-    missing = [host for host in wanted if host not in known]
-    if not known or not missing:
+    existing = set((answer or "").split())
+    excluded = expand_hosts(hosts, "exclude")
+    missing = [host for host in excluded if host not in existing]
+    if not existing or not missing:
         return hosts
     note(f"exclude: {fold_hosts(missing)}: no such node (any more); left out")
     return (
-        fold_hosts([host for host in wanted if host in known], suffixes=False) if known & set(wanted) else ""
+        fold_hosts([host for host in excluded if host in existing], suffixes=False)
+        if existing & set(excluded)
+        else ""
     )
 
 

@@ -103,12 +103,12 @@ class ScriptContext(SpecSection):
         return values | {"accepts": self._accepts}
 
     def _accepts(self, feature: str) -> bool | None:
-        known = next((one for one in RELEASES_OF_FEATURE if one == feature), None)
-        if known is None:
+        entry = next((name for name in RELEASES_OF_FEATURE if name == feature), None)
+        if entry is None:
             raise TemplateRuntimeError(
                 f"accepts: {feature!r} is not known; there are: {', '.join(RELEASES_OF_FEATURE)}"
             )
-        return has_feature(parse_slurm_version(self.slurm_version or ""), known)
+        return has_feature(parse_slurm_version(self.slurm_version or ""), entry)
 
 
 def describe_context() -> list[tuple[str, str, str]]:
@@ -124,7 +124,7 @@ def _describe(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str,
     properties = section.model_json_schema()["properties"]
     for name, field in section.model_fields.items():
         kinds = [properties[name], *properties[name].get("anyOf", [])]
-        words = [one.get("type", "mapping" if "$ref" in one else "") for one in kinds]
+        words = [kind.get("type", "mapping" if "$ref" in kind else "") for kind in kinds]
         words = ["mapping" if word == "object" else "list" if word == "array" else word for word in words]
         yield f"{prefix}{name}", " | ".join(dict.fromkeys(filter(None, words))), field.description or ""
         for inner in (ArrayContext, ContainerContext):
@@ -156,7 +156,7 @@ def example_context(
     cluster: ClusterSpec | None = None,
     slurm_version: str | None = None,
 ) -> ScriptContext:
-    """An invented job of the kind that a template is for, with all that a job can have."""
+    """Return an example job of the kind that a template is for, with every optional part."""
     layers = library.chain(template)
     is_array = is_among_layers(layers, "array")
     runtime: Literal["pyxis", "apptainer"] = "pyxis" if "pyxis" in template.name else "apptainer"
@@ -195,5 +195,5 @@ def example_context(
 
 
 def is_among_layers(layers: Iterable[BatchTemplate], name: str) -> bool:
-    """Whether a template is one of these, or extends it."""
+    """Whether these layers include a template of this name."""
     return any(layer.name == f"{name}{TEMPLATE_SUFFIX}" for layer in layers)

@@ -1,4 +1,4 @@
-"""What Slurm says about a job: its state, and why it waits. What it never said before is "unknown"."""
+"""Job states and pending reasons as Slurm prints them; anything not listed here is "unknown"."""
 
 from __future__ import annotations
 
@@ -55,30 +55,24 @@ class JobState:
     name: str
     flags: tuple[str, ...] = ()
     detail: str = ""
-    """What stood behind the state, such as `by 0` (the uid) after CANCELLED."""
+    """The text after the state, such as `by 0` (the uid) after CANCELLED."""
 
     @property
     def phase(self) -> JobPhase:
-        """Where in its life the job is; a flag such as COMPLETING or REQUEUED outweighs the base state."""
+        """The phase of the job's life; a flag such as COMPLETING or REQUEUED outweighs the base state."""
         phases = {_STATES[name][1] if name in _STATES else UNKNOWN for name in (self.name, *self.flags)}
         order: tuple[JobPhase, ...] = ("pending", "running", "unknown", "ended")
         return next(phase for phase in order if phase in phases)
 
     @property
     def final(self) -> bool:
-        """Whether the job has ended for good; an unknown state is not an end."""
+        """Whether the job has ended; an unknown state is not an end."""
         return self.phase == "ended"
 
-    @property
-    def succeeded(self) -> bool:
-        """Whether Slurm saw exit code 0."""
-        return self.final and self.name == "COMPLETED"
 
-
-def parse_job_state(text: str | list[str]) -> JobState:
-    """A state as squeue, sacct and scontrol print it: long, compact, compound, cut short, or a JSON list."""
-    words = text if isinstance(text, list) else [text]
-    head, _, behind = " ".join("+".join(str(word) for word in words).split()).partition(" ")
+def parse_job_state(text: str) -> JobState:
+    """Parse a state as squeue, sacct and scontrol print it: long, compact, compound, or cut short."""
+    head, _, behind = " ".join(text.split()).partition(" ")
     named = {_state_name(word): word for word in head.split("+") if word}
     if not any(named):
         return JobState(UNKNOWN, detail=" ".join(part for part in (head, behind) if part))
@@ -99,7 +93,7 @@ def _state_name(word: str) -> str:
 
 @dataclass(frozen=True)
 class PendingReason:
-    """Why a job is where it is: Slurm's code, the same in words, and whether it can start."""
+    """Why a job waits: Slurm's code, the same in words, and whether the job can start."""
 
     code: str
     words: str

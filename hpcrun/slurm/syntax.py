@@ -1,4 +1,4 @@
-"""What bash says to shell text without running it."""
+"""Checks shell text with bash, without running it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def find_bash_syntax_error(text: str) -> str:
 
 
 def find_profile_syntax_errors(cluster: ClusterSpec) -> Iterator[tuple[str, str]]:
-    """The keys of a profile that hold lines which bash cannot read, and what it says."""
+    """Yield the keys of a profile whose lines bash cannot parse, with bash's message."""
     parts = {"modules.init": cluster.modules.init, "setup": cluster.setup, "teardown": cluster.teardown}
     for key, lines in parts.items():
-        if lines and (said := find_bash_syntax_error("\n".join([*lines, ""]))):
-            yield key, f"bash -n: {said}"
+        if lines and (complaint := find_bash_syntax_error("\n".join([*lines, ""]))):
+            yield key, f"bash -n: {complaint}"

@@ -1,9 +1,9 @@
-"""The sbatch templates that admins own: where they lie, what they extend, and their text for one job.
+"""The sbatch templates that admins own: where they are, what they extend, and their text for one job.
 
-A value never becomes shell code: whatever a template prints is quoted, except what a template itself has
-written (blocks, macros) and an admin's own lines. The quoting holds in every place of a script, also where a
-template has put quotes of its own around a value, in comments and in here-documents: there the value may come
-out with backslashes in it, but it is never run.
+A value never becomes shell code: whatever a template prints is quoted, except text of the template itself
+(blocks, macros) and an admin's own lines. The quoting holds everywhere in a script, also where a template has
+put quotes around a value, in comments and in here-documents: there the value may come out with backslashes in
+it, but it is never run.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ _HINT = "`hpcrun template show --context` lists the values"
 
 
 class ShellCode(str):
-    """Shell text that is written as it stands: what a template says, and an admin's own lines.
+    """Shell text that is written as it is: text of a template, and an admin's own lines.
 
-    All that can be done to it gives plain text again, which is quoted. Jinja makes text of a value's own
-    class of what its methods give: so the class, called, gives plain text too.
+    Every operation on it gives plain text again, which is quoted. Jinja converts the results of a value's
+    methods by calling the value's class: so the class, called, returns plain text too.
     """
 
     __slots__ = ()
@@ -61,7 +61,7 @@ class ShellCode(str):
 
 
 def as_shell_code(text: str) -> ShellCode:
-    """Shell text that nothing of a job's has come into unquoted."""
+    """Mark shell text as code; it must not contain unquoted values of a job."""
     return str.__new__(ShellCode, text)
 
 
@@ -76,7 +76,8 @@ def _quote_piece(match: re.Match[str]) -> str:
     text = match[0]
     if match["safe"]:
         return text
-    if match["control"]:  # and backticks, which between backticks stand for themselves only in this form
+    if match["control"]:
+        # Control characters and backticks, which inside backticks are literal only in this form.
         return "$'" + "".join(f"\\{ord(character):03o}" for character in text) + "'"
     # Not a backslash: in a plain locale it would hold for the first byte of a character alone.
     return f"'{text}'" if match["wide"] else f"\\{text}"
@@ -84,7 +85,7 @@ def _quote_piece(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class BatchTemplate:
-    """One template file: its name, whose it is, and where it lies."""
+    """One template file: its name, its origin, and its path."""
 
     name: str
     origin: str
@@ -103,19 +104,20 @@ class TemplateLibrary:
         self.directories = dict(config_directories() if directories is None else directories)
 
     def shipped(self) -> TemplateLibrary:
-        """The same without anything of the user's or the site's."""
+        """Return the library of the shipped templates only."""
         return TemplateLibrary({"shipped": self.directories["shipped"]})
 
     def templates(self) -> list[BatchTemplate]:
         """Every template that a job can name, by name; the first of several of one name is taken."""
-        found = []
+        templates = []
         for origin, directory in self.directories.items():
             for path in directory.glob(f"*{TEMPLATE_SUFFIX}"):
                 if not path.name.startswith("_") and _NAME.fullmatch(path.name):
-                    found.append(BatchTemplate(path.name, origin, path))
+                    templates.append(BatchTemplate(path.name, origin, path))
         order = list(self.directories)
         return sorted(
-            found, key=lambda one: (one.name.removesuffix(TEMPLATE_SUFFIX), order.index(one.origin))
+            templates,
+            key=lambda template: (template.name.removesuffix(TEMPLATE_SUFFIX), order.index(template.origin)),
         )
 
     def find(self, word: str) -> BatchTemplate:
@@ -127,7 +129,9 @@ class TemplateLibrary:
         path = Path(word)
         if path.is_file():
             return BatchTemplate(path.name, "path", path.absolute())
-        names = ", ".join(dict.fromkeys(one.name.removesuffix(TEMPLATE_SUFFIX) for one in self.templates()))
+        names = ", ".join(
+            dict.fromkeys(template.name.removesuffix(TEMPLATE_SUFFIX) for template in self.templates())
+        )
         raise UsageError(f"{word}: no such template or file; there are: {names}")
 
     def _look_up(self, key: str) -> BatchTemplate | None:
@@ -136,14 +140,15 @@ class TemplateLibrary:
         name = name if slash else origin
         if not _NAME.fullmatch(name) or not name.endswith(TEMPLATE_SUFFIX):
             return None
-        for one in origins:
-            path = self.directories[one] / name if one in self.directories else None
+        for place in origins:
+            path = self.directories[place] / name if place in self.directories else None
             if path is not None and _is_template(path):
-                return BatchTemplate(name, one, path)
+                return BatchTemplate(name, place, path)
         return None
 
     def chain(self, template: BatchTemplate) -> tuple[BatchTemplate, ...]:
-        """The template and all that it extends, in this order; UsageError for one that cannot be read."""
+        """Return the template and all that it extends, in this order; UsageError for one that cannot be
+        read."""
         layers = [template]
         with self._told(template):
             while (parent := self._parent(layers[-1])) is not None:
@@ -174,9 +179,9 @@ class TemplateLibrary:
         return self._environment.parse(read_template_source(template), template.key, str(template.path))
 
     def _user_layers(self, template: BatchTemplate) -> list[BatchTemplate]:
-        """The layers that can be at fault: of the shipped ones nobody has to look for a mistake."""
+        """The layers to search for a mistake: those that are not shipped, if there are any."""
         layers = self.chain(template)
-        return [one for one in layers if one.origin != "shipped"] or list(layers)
+        return [layer for layer in layers if layer.origin != "shipped"] or list(layers)
 
     def file_location(self, template: BatchTemplate) -> str:
         """The file to look into first: the outermost one that is not shipped."""
@@ -185,9 +190,9 @@ class TemplateLibrary:
     def block_location(self, template: BatchTemplate, block: str) -> str:
         """File and line of a block where it was overridden last; the file alone where there is none."""
         for layer in self._user_layers(template):
-            for found in self._tree(layer).find_all(nodes.Block):
-                if found.name == block:
-                    return f"{layer.path}:{found.lineno}"
+            for node in self._tree(layer).find_all(nodes.Block):
+                if node.name == block:
+                    return f"{layer.path}:{node.lineno}"
         return self.file_location(template)
 
     def text_location(self, template: BatchTemplate, line: str, block: str) -> str:
@@ -201,19 +206,19 @@ class TemplateLibrary:
         return place or self.block_location(template, block)
 
     def unused_text(self, template: BatchTemplate) -> Iterator[tuple[str, str]]:
-        """What a layer says and no script would get: file and line, and why."""
+        """Yield text of a layer that no script would contain: file and line, and the reason."""
         layers = self.chain(template)
         for layer, *above in (layers[start:] for start in range(len(layers) - 1)):
             tree = self._tree(layer)
-            known = {block.name for one in above for block in self._tree(one).find_all(nodes.Block)}
+            defined = {block.name for parent in above for block in self._tree(parent).find_all(nodes.Block)}
             for block in _outermost_blocks(tree):
-                if block.name not in known:
-                    near = difflib.get_close_matches(block.name, known, n=1)
+                if block.name not in defined:
+                    near = difflib.get_close_matches(block.name, defined, n=1)
                     meant = f"did you mean {near[0]}? " if near else ""
                     yield (
                         f"{layer.path}:{block.lineno}",
                         f"the block {block.name} is in nothing that this extends, so no script would hold it"
-                        f"; {meant}there are: {', '.join(sorted(known))}",
+                        f"; {meant}there are: {', '.join(sorted(defined))}",
                     )
             for line in _text_outside(tree):
                 yield (
@@ -222,7 +227,7 @@ class TemplateLibrary:
                 )
 
     def render(self, template: BatchTemplate, values: Mapping[str, Any]) -> str:
-        """The script; UsageError with file and line for whatever is wrong with the template."""
+        """Render the script; UsageError with file and line for any error in the template."""
         self.chain(template)
         with self._told(template):
             text = str(self._environment.get_template(template.key).render(values))
@@ -249,7 +254,7 @@ class TemplateLibrary:
 
     @contextmanager
     def _told(self, template: BatchTemplate) -> Iterator[None]:
-        """Turn what Jinja finds into one line with file and line."""
+        """Convert Jinja's errors to one line with file and line."""
         try:
             yield
         except TemplateSyntaxError as error:
@@ -279,7 +284,8 @@ class TemplateLibrary:
 
 
 def _is_template(path: Path) -> bool:
-    """Whether a template is there; UsageError for what only looks like one: another would take its place."""
+    """Whether a template exists; UsageError for a broken link or a directory, which would hide another
+    one."""
     try:
         if path.is_file():
             return True
@@ -293,7 +299,7 @@ def _is_template(path: Path) -> bool:
 
 
 def _outermost_blocks(node: nodes.Node) -> Iterator[nodes.Block]:
-    """The blocks that stand in no other one; those inside go where the outer one goes."""
+    """Yield the blocks that are in no other block; inner ones move with the outer one."""
     for child in node.iter_child_nodes():
         if isinstance(child, nodes.Block):
             yield child
@@ -337,10 +343,10 @@ class _TemplateLoader(BaseLoader):
         source, path = self._load(template)
         tree = environment.parse(source, template, path)
         for kind, tag in ((nodes.FilterBlock, "filter"), (nodes.ScopedEvalContextModifier, "autoescape")):
-            found = next(tree.find_all(kind), None)
-            if found is not None:
+            forbidden = next(tree.find_all(kind), None)
+            if forbidden is not None:
                 wrong = f"the tag {tag} would get round the quoting; filter single values instead"
-                raise TemplateSyntaxError(wrong, found.lineno, template, path)
+                raise TemplateSyntaxError(wrong, forbidden.lineno, template, path)
         return source, path, lambda: True
 
 
@@ -368,7 +374,7 @@ def _finalize_value(value: Any) -> str:
     if isinstance(value, ShellCode | Undefined):
         return str(value)
     if isinstance(value, list | tuple):
-        return " ".join(quote_shell_word(_plain_text(one)) for one in value)
+        return " ".join(quote_shell_word(_plain_text(item)) for item in value)
     return quote_shell_word(_plain_text(value))
 
 
@@ -384,11 +390,11 @@ def _plain_text(value: Any) -> str:
 
 def _join_words(value: Iterable[Any]) -> str:
     """A list as one text that shlex.split takes apart again: for a variable that holds a command."""
-    return shlex.join(_plain_text(one) for one in value)
+    return shlex.join(_plain_text(item) for item in value)
 
 
 def _unquoted(value: Any) -> ShellCode:
-    """A value as it stands: the admin vouches that it is no shell code."""
+    """Return a value unquoted: the admin vouches that it is no shell code."""
     text = _plain_text(value)
     if not text.isprintable():
         raise TemplateRuntimeError("unquoted: the value holds a line break or control character")

@@ -53,7 +53,7 @@ class TopologyUnit:
     dims: tuple[int, ...] = ()
     """The sizes of a torus; the nodes fill it with the first dimension running fastest."""
     line: int | None = field(default=None, compare=False)
-    """Where it stands in the text."""
+    """The line in the text."""
 
 
 def parse_topology(text: str) -> list[TopologyUnit]:
@@ -61,15 +61,15 @@ def parse_topology(text: str) -> list[TopologyUnit]:
 
     Keys in any case, comments, indentation and lines continued with a backslash are topology.conf's.
     """
-    found = []
+    units = []
     for line, statement in _statements(text):
         fields = {key.lower(): value for key, value in reversed(_FIELD.findall(statement))}
         key = statement.partition("=")[0].strip().lower()
-        # A torus goes on with lines that repeat its name and say how jobs fit into it.
+        # Further lines of a torus repeat its name and describe how jobs fit into it.
         if key not in _KINDS or not fields.get(key) or "placementdims" in fields:
             continue
         dims = fields.get("dims", "").lower()
-        found.append(
+        units.append(
             TopologyUnit(
                 _KINDS[key],
                 fields[key],
@@ -81,20 +81,20 @@ def parse_topology(text: str) -> list[TopologyUnit]:
                 line,
             )
         )
-    return found
+    return units
 
 
 def find_unread_statements(text: str) -> list[tuple[int, str]]:
     """The lines of such a text, with their numbers, that describe nothing that is known."""
-    found = []
+    unread = []
     for line, statement in _statements(text):
         key = statement.partition("=")[0].strip().lower()
-        fields = {one.lower(): value for one, value in _FIELD.findall(statement)}
+        fields = {name.lower(): value for name, value in _FIELD.findall(statement)}
         is_empty = key in ("switchname", "blockname") and not _PARTS & set(fields)
         is_cut = key in _KINDS and any("=" not in word for word in statement.split())
         if statement.strip() and (key not in _OTHERS and (key not in _KINDS or is_empty or is_cut)):
-            found.append((line, " ".join(statement.split())))
-    return found
+            unread.append((line, " ".join(statement.split())))
+    return unread
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
@@ -141,7 +141,7 @@ def parse_topoconf(text: str) -> list[NamedTopology]:
 def _parse_units(entry: dict[str, Any]) -> list[TopologyUnit]:
     sizes = nested_value(entry, "block", "block_sizes")
     base = next((size for size in sizes if isinstance(size, int)), None) if isinstance(sizes, list) else None
-    found = []
+    units = []
     for kind, key, *way in _CONFIGURED:
         listed = nested_value(entry, *way)
         for unit in listed if isinstance(listed, list) else ():
@@ -154,8 +154,8 @@ def _parse_units(entry: dict[str, Any]) -> list[TopologyUnit]:
             if isinstance(regions, list):
                 # Their places in the torus are not those of the nodes in order.
                 nodes, dims = ",".join(json_string(nested_value(region, "nodes")) for region in regions), ()
-            found += [TopologyUnit(kind, name, nodes, children, size=size, dims=dims)] if name else []
-    return found
+            units += [TopologyUnit(kind, name, nodes, children, size=size, dims=dims)] if name else []
+    return units
 
 
 def _parse_dims(value: Any) -> tuple[int, ...]:
@@ -166,18 +166,11 @@ def _parse_dims(value: Any) -> tuple[int, ...]:
     return tuple(sizes) if all(isinstance(size, int) and size > 0 for size in sizes) else ()
 
 
-def parse_topology_address(address: str, pattern: str) -> list[tuple[str, str]]:
-    """SLURM_TOPOLOGY_ADDR against its pattern: (`switch`, name) from the top down to (`node`, name).
-
-    A level without a name is left out.
-    """
-    return [(kind, name) for kind, name in split_topology_address(address, pattern) if name]
-
-
 def split_topology_address(address: str, pattern: str) -> list[tuple[str, str]]:
-    """The same with the levels that have no name, so that the places count; empty where it does not fit.
+    """Split SLURM_TOPOLOGY_ADDR by its pattern: (`switch`, name) from the top down to (`node`, name).
 
-    A node name may hold dots, a switch name may not.
+    Levels without a name are kept, with an empty name. A node name may contain dots, a switch name may not.
+    The list is empty where the address does not fit the pattern.
     """
     kinds = pattern.split(".")
     names = address.split(".", len(kinds) - 1)

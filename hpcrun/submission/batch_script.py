@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 import hpcrun
 from hpcrun.errors import SpecError, SpecProblem, UsageError
+from hpcrun.local_identity import expand_path
 from hpcrun.process import python_path
 from hpcrun.slurm.directives import build_directives, requested_gpus_per_node
-from hpcrun.slurm.precheck import expand_profile_path
 from hpcrun.slurm.script_context import ContainerContext, ScriptContext, context_from_profile
 from hpcrun.slurm.versions import SlurmVersion
 from hpcrun.specs.cluster import ClusterSpec, ContainerSpec
@@ -43,14 +43,14 @@ def choose_template_name(job: JobSpec, cluster: ClusterSpec | None) -> str:
 def job_python(job: JobSpec, cluster: ClusterSpec | None) -> str:
     """The interpreter of the compute nodes: the job's, else the profile's, else the one that submits."""
     profile = cluster.python.path if cluster else None
-    return job.python or (expand_profile_path(profile) if profile else None) or sys.executable
+    return job.python or (expand_path(profile) if profile else None) or sys.executable
 
 
 def cluster_runs_root(cluster: ClusterSpec | None) -> Path:
-    """Where runs on this cluster are made: HPCRUN_ROOT, else as its profile says, else ./runs."""
+    """Return where runs on this cluster are created: HPCRUN_ROOT, else the profile's root, else ./runs."""
     if os.environ.get("HPCRUN_ROOT") or cluster is None or cluster.root is None:
         return runs_root()
-    root = Path(expand_profile_path(cluster.root))
+    root = Path(expand_path(cluster.root))
     if not root.is_absolute():
         text = f"{root} is no absolute path here; set the variable that it names, or HPCRUN_ROOT"
         raise UsageError(f"root of the profile {cluster.name}: {text}")
@@ -65,9 +65,9 @@ def build_script_context(
     dependency: str = "",
     leaves: int | None = None,
 ) -> tuple[ScriptContext, tuple[str, ...]]:
-    """What a template gets for this job, and what the person should know about it.
+    """Build what a template gets for this job, and notes for the user.
 
-    SpecError for values that cannot stand in a script. The array of a sweep is put in later.
+    SpecError for values that a script cannot contain. The array of a sweep is filled in later.
     """
     options, notes = build_directives(job, cluster, version, leaves=leaves)
     _refuse_backticks(options)
@@ -99,7 +99,7 @@ def build_script_context(
 
 
 def _grace_s(job: JobSpec) -> int:
-    """How long before the time limit the job is signalled: as it says, else two minutes, less in short jobs.
+    """Return how long before the time limit the job is signalled: its own, else two minutes or less.
 
     Slurm may signal a minute early, which would be the beginning of a job of three minutes.
     """
@@ -117,19 +117,19 @@ def _refuse_backticks(options: Mapping[str, object]) -> None:
 
 
 def explain_script_error(error: ValidationError) -> SpecError:
-    """Values that passed as a job's, but cannot stand in a script, one line each."""
+    """List values that are valid in a job but that a script cannot contain, one line each."""
     problems = problems_of_validation_error(error, ScriptContext)
-    return SpecError([SpecProblem(f"batch script: {one.key}", one.text) for one in problems])
+    return SpecError([SpecProblem(f"batch script: {problem.key}", problem.text) for problem in problems])
 
 
 def container_runtime(job: JobSpec, cluster: ClusterSpec | None) -> str | None:
-    """What runs the job's container: as it says, else as the profile does; None where it has none."""
+    """Return the runtime of the job's container: its own, else the profile's; None if it has no container."""
     if job.container is None:
         return None
     runtime = job.container.runtime or (cluster.container.runtime if cluster else "none")
     if runtime == "none":
-        found = f"the profile {cluster.name} names none" if cluster else "there is no profile that names one"
-        raise UsageError(f"container.runtime: is missing, and {found}; use pyxis, apptainer or singularity")
+        reason = f"the profile {cluster.name} names none" if cluster else "there is no profile that names one"
+        raise UsageError(f"container.runtime: is missing, and {reason}; use pyxis, apptainer or singularity")
     return runtime
 
 
@@ -153,11 +153,11 @@ def _container_context(job: JobSpec, cluster: ClusterSpec | None) -> ContainerCo
 
 
 def _expand_mounts(mounts: Iterable[str]) -> list[str]:
-    return [":".join(expand_profile_path(part) for part in mount.split(":")) for mount in mounts]
+    return [":".join(expand_path(part) for part in mount.split(":")) for mount in mounts]
 
 
 def _with_source_tree(env: dict[str, str]) -> dict[str, str]:
-    """Run from its source tree, the package is on nobody's path but ours: compute nodes are told of it."""
+    """Add the source tree to PYTHONPATH, if the package runs from one: compute nodes need it too."""
     package = Path(hpcrun.__file__).parent.parent
     if package.name in ("site-packages", "dist-packages"):
         own = env.get("PYTHONPATH")

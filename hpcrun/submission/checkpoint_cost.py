@@ -37,7 +37,7 @@ class LevelCost:
 
 @dataclass(frozen=True)
 class CheckpointCosts:
-    """All that is known of what saves take."""
+    """The costs of saves, as far as they are known."""
 
     levels: tuple[LevelCost, ...]
     step: SourcedValue
@@ -46,13 +46,13 @@ class CheckpointCosts:
     @property
     def missing(self) -> list[str]:
         """What would have to be known to say how often to save."""
-        found = [f"the stall of {one.level}" for one in self.levels if one.stall.value is None]
-        return found + [f"the flush of {one.level}" for one in self.levels if one.flush.value is None]
+        missing = [f"the stall of {cost.level}" for cost in self.levels if cost.stall.value is None]
+        return missing + [f"the flush of {cost.level}" for cost in self.levels if cost.flush.value is None]
 
 
 def parse_assumed_costs(words: Sequence[str]) -> dict[str, float]:
-    """NAME=TIME words as seconds: 0.5, 90s, 5m, 30d; UsageError says which names there are."""
-    found = {}
+    """Parse NAME=TIME words into seconds: 0.5, 90s, 5m, 30d; UsageError lists the names."""
+    seconds = {}
     for word in words:
         name, equals, text = word.partition("=")
         if name not in COST_NAMES or not equals:
@@ -60,13 +60,13 @@ def parse_assumed_costs(words: Sequence[str]) -> dict[str, float]:
                 f"--assume {word}: write NAME=TIME, with one of {', '.join(COST_NAMES)} for NAME"
             )
         try:
-            found[name] = float(text)
+            seconds[name] = float(text)
         except ValueError:
-            found[name] = parse_time(text, f"--assume {name}").seconds
+            seconds[name] = parse_time(text, f"--assume {name}").seconds
         least = 0 if name not in FAILURE_KINDS else 1e-9
-        if not least <= found[name] < 1e12:
+        if not least <= seconds[name] < 1e12:
             raise UsageError(f"--assume {word}: {text} is no such time; write seconds, or 90s, 5m, 30d")
-    return found
+    return seconds
 
 
 def assumed_failure_rates(assumed: Mapping[str, float]) -> dict[FailureKind, float]:
@@ -78,17 +78,17 @@ def level_intervals(checkpoint: CheckpointSpec, nodes: int) -> dict[CheckpointLe
     """The levels that a job uses, and after how many steps each gets a save."""
     every = checkpoint.every_steps
     durable = checkpoint.durable.every or every
-    found: dict[CheckpointLevel, int] = {}
+    intervals: dict[CheckpointLevel, int] = {}
     if checkpoint.memory:
-        found["memory"] = every
+        intervals["memory"] = every
         if checkpoint.local is not None:
-            found["local"] = every
+            intervals["local"] = every
         if checkpoint.parity.scheme != "none" and nodes > 1:
-            found["parity"] = every
-    found["durable"] = durable
+            intervals["parity"] = every
+    intervals["durable"] = durable
     if checkpoint.object is not None:
-        found["object"] = checkpoint.object.every or durable
-    return found
+        intervals["object"] = checkpoint.object.every or durable
+    return intervals
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _best_known(given: float | None, measured: float | None, source: str, otherw
 def _cost_from_profile(
     level: CheckpointLevel, cluster: ClusterSpec | None, sizes: SaveSizes
 ) -> SourcedValue | None:
-    """By the bandwidths of the profile; at best, because nobody else is reckoned with."""
+    """Estimate a cost by the bandwidths of the profile: a lower bound, because other jobs are ignored."""
     if cluster is None or sizes.node.value is None or sizes.whole.value is None:
         return None
     if level == "parity" and cluster.topology.levels:
@@ -178,10 +178,10 @@ def _cost_from_profile(
     if level != "durable":
         return None
     root = str(runs_root().absolute())
-    paths = {name: expand_path(one.path) for name, one in cluster.file_systems.items()}
+    paths = {name: expand_path(system.path) for name, system in cluster.file_systems.items()}
     name = max(
         (name for name, path in paths.items() if root.startswith(path)),
-        key=lambda one: len(paths[one]),
+        key=lambda candidate: len(paths[candidate]),
         default="",
     )
     place = cluster.file_systems.get(name)
@@ -196,9 +196,11 @@ def group_levels(costs: CheckpointCosts) -> list[LevelGroup]:
     """Levels that are taken together; memory and what goes along with every save are one."""
     restart = costs.restart.value or 0.0
     near, tiers = list[LevelSaveCost](), list[LevelGroup]()
-    for one in costs.levels:
-        cost = LevelSaveCost(one.level, one.stall.value or 0.0, one.flush.value or 0.0, restart)
-        if one.level in ("memory", "local", "parity"):
+    for level_cost in costs.levels:
+        cost = LevelSaveCost(
+            level_cost.level, level_cost.stall.value or 0.0, level_cost.flush.value or 0.0, restart
+        )
+        if level_cost.level in ("memory", "local", "parity"):
             near.append(cost)
         else:
             tiers.append(LevelGroup((cost,)))

@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcrun.checkpoint.lustre.storage import StoragePlan
 from hpcrun.checkpoint.parity.sets import ErasureSets, choose_erasure_sets
-from hpcrun.checkpoint.policy.capacity import max_kept_saves, plan_save_storage
+from hpcrun.checkpoint.policy.capacity import MemoryBudget, compute_memory_budget, plan_save_storage
 from hpcrun.checkpoint.policy.failure_rates import (
     FailureHistory,
     FailureRate,
@@ -24,11 +24,10 @@ from hpcrun.checkpoint.policy.interval import (
 )
 from hpcrun.checkpoint.policy.simulation import AdviceCheck, check_advice
 from hpcrun.checkpoint.policy.size import (
-    MemoryBudget,
     SaveSizes,
     SourcedValue,
-    compute_memory_budget,
     compute_save_sizes,
+    max_kept_saves,
 )
 from hpcrun.errors import UsageError
 from hpcrun.fabric.domains import failure_domains
@@ -50,12 +49,12 @@ from hpcrun.units import format_duration, parse_time
 
 _OBJECT_BYTES = (64 << 20, 512 << 20)
 _MAX_MEASURED_RUNS = 3
-"""So many of the newest runs of a job are read line by line."""
+"""This many of the newest runs of a job are read line by line."""
 
 
 @dataclass(frozen=True)
 class ObjectStoreUse:
-    """What the object store is asked for."""
+    """The load that a job puts on the object store."""
 
     copies: int
     """Over the whole job."""
@@ -66,7 +65,7 @@ class ObjectStoreUse:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """All that is known beforehand of the saves of a job."""
+    """What is known about the saves of a job before it runs."""
 
     spec: JobSpec
     sizes: SaveSizes
@@ -78,7 +77,7 @@ class CheckpointPlan:
     kept: int
     """Saves in the run directory at most."""
     storage: StoragePlan | None
-    """What is to be said of the place for run directories; None where the size of a save is not known."""
+    """The check of the directory for runs; None if the size of a save is not known."""
     objects: ObjectStoreUse | None
     tiers: tuple[LevelGroup, ...]
     advice: IntervalAdvice | None
@@ -90,7 +89,7 @@ class CheckpointPlan:
     @property
     def known_rates(self) -> dict[Any, float]:
         """Failures a second, without those that are not known."""
-        return {one.kind: one.per_s for one in self.rates if one.per_s is not None}
+        return {rate.kind: rate.per_s for rate in self.rates if rate.per_s is not None}
 
     @property
     def kept_bytes(self) -> float | None:
@@ -104,30 +103,30 @@ class CheckpointPlan:
         if self.advice is None or self.costs.step.value is None:
             return {}
         unit = self.costs.step.value
-        every = [max(1, round(one.every_s / unit)) for one in self.advice.intervals]
-        found = {"checkpoint.every": every[0]}
-        for one, count in zip(self.advice.intervals[1:], every[1:], strict=True):
-            found[f"checkpoint.{one.tier.costs[0].level}.every"] = count
-        return found
+        every = [max(1, round(interval.every_s / unit)) for interval in self.advice.intervals]
+        keys = {"checkpoint.every": every[0]}
+        for interval, count in zip(self.advice.intervals[1:], every[1:], strict=True):
+            keys[f"checkpoint.{interval.tier.costs[0].level}.every"] = count
+        return keys
 
     @property
     def configured_overhead(self) -> float | None:
         """The share of time that the intervals in the job file are expected to cost; None: not known."""
-        step, every = self.costs.step.value, [one.every for one in self.costs.levels]
+        step, every = self.costs.step.value, [cost.every for cost in self.costs.levels]
         if step is None or not all(every) or self.advice is None:
             return None
-        by_level = {one.level: one.every * step for one in self.costs.levels}
+        by_level = {cost.level: cost.every * step for cost in self.costs.levels}
         return expected_waste(
             self.tiers, [by_level[tier.costs[0].level] for tier in self.tiers], self.known_rates
         )
 
     @property
     def lead_s(self) -> float | None:
-        """How long before the end of the allocation the last save is asked for by itself; None: not known."""
-        found = [one for one in self.costs.levels if one.level != "object"]
-        if any(one.flush.value is None or one.stall.value is None for one in found):
+        """How long before the end of the allocation the last save is started; None if not known."""
+        costs = [cost for cost in self.costs.levels if cost.level != "object"]
+        if any(cost.flush.value is None or cost.stall.value is None for cost in costs):
             return None
-        total = math.fsum((one.flush.value or 0.0) + (one.stall.value or 0.0) for one in found)
+        total = math.fsum((cost.flush.value or 0.0) + (cost.stall.value or 0.0) for cost in costs)
         return FINAL_SAVE_MARGIN * total + (self.costs.step.value or 0.0)
 
     @property
@@ -135,13 +134,13 @@ class CheckpointPlan:
         """Which losses are survived without the run directory, in words; None where no save is in memory."""
         if self.sets is None:
             return None
-        told = self.sets.statement.splitlines()
+        lines = self.sets.statement.splitlines()
         if self.spec.resources.spares and self.spec.checkpoint.replicate_to_spares is not False:
-            told.append(
+            lines.append(
                 "spares copy the newest save out of memory, as far as half of their own holds it: nodes of"
                 " which they have copies are lost without harm, with parity or without"
             )
-        return told
+        return lines
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -149,10 +148,10 @@ class CheckpointPlan:
         return {
             "sizes": asdict(self.sizes),
             "memory": asdict(self.room) | {"left": self.room.left},
-            "levels": [asdict(one) for one in self.costs.levels],
+            "levels": [asdict(cost) for cost in self.costs.levels],
             "step": asdict(self.costs.step),
             "restart": asdict(self.costs.restart),
-            "rates": [one.as_json() for one in self.rates],
+            "rates": [rate.as_json() for rate in self.rates],
             "losses": self.losses,
             "kept": {"saves": self.kept, "bytes": self.kept_bytes},
             "storage": self.storage.as_json() if self.storage else None,
@@ -168,12 +167,12 @@ class CheckpointPlan:
     def _advice_json(self, advice: IntervalAdvice) -> dict[str, Any]:
         intervals = [
             {
-                "levels": [cost.level for cost in one.tier.costs],
-                "every_s": one.every_s,
-                "times": one.times,
-                "reasons": list(one.reasons),
+                "levels": [cost.level for cost in interval.tier.costs],
+                "every_s": interval.every_s,
+                "times": interval.times,
+                "reasons": list(interval.reasons),
             }
-            for one in advice.intervals
+            for interval in advice.intervals
         ]
         costs = {"bound": self.bound, "overhead": advice.overhead, "waste": advice.waste}
         return {"keys": self.steps, "intervals": intervals, **costs}
@@ -181,13 +180,13 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class CheckpointPlanRequest:
-    """What a person wants to know, and what they know already."""
+    """The options of a plan, and what the user already knows."""
 
     assumed: Mapping[str, float] = field(default_factory=dict)
     bound: float = DEFAULT_OVERHEAD_BOUND
     is_checked: bool = False
     sample: RunDir | None = None
-    """The run whose saves are looked at, instead of those of the same job."""
+    """The run to measure saves in, instead of earlier runs of the same job."""
 
 
 def plan_checkpoints(
@@ -197,24 +196,24 @@ def plan_checkpoints(
     runs: Sequence[RunDir],
     wish: CheckpointPlanRequest,
 ) -> CheckpointPlan:
-    """Everything that can be said before the job runs; UsageError where it asks to survive what it cannot."""
+    """Plan the saves of a job before it runs; UsageError if it asks to survive what it cannot."""
     spec = resolved.spec
     nodes, notes = spec.resources.nodes, list[str]()
     sizes = compute_save_sizes(spec, resolved.plan)
     sets = _plan_erasure_sets(resolved, network, notes)
     history = _measure_similar_runs(spec, runs, wish)
-    known = CostSources(spec.checkpoint, cluster, nodes, sizes, history, wish.assumed)
-    costs = known.costs()
+    sources = CostSources(spec.checkpoint, cluster, nodes, sizes, history, wish.assumed)
+    costs = sources.costs()
     past = count_run_failures(runs, cluster.name if cluster else None)
     rates = tuple(estimate_failure_rates(past, nodes, assumed_failure_rates(wish.assumed)))
     tiers = tuple(group_levels(costs))
-    found = {one.kind: one.per_s for one in rates if one.per_s is not None}
+    rate_of = {rate.kind: rate.per_s for rate in rates if rate.per_s is not None}
     advice, checked = None, None
     if not costs.missing:
         backlog = spec.checkpoint.on_backlog
         how: dict[str, Any] = {"slots": max(1, spec.checkpoint.memory), "on_backlog": backlog}
-        advice = recommend_intervals(tiers, found, bound=wish.bound, step_s=costs.step.value, **how)
-        checked = check_advice(tiers, advice, found, **how) if wish.is_checked else None
+        advice = recommend_intervals(tiers, rate_of, bound=wish.bound, step_s=costs.step.value, **how)
+        checked = check_advice(tiers, advice, rate_of, **how) if wish.is_checked else None
     elif wish.is_checked:
         notes.append("nothing to check: there is no advice")
     return CheckpointPlan(
@@ -247,7 +246,7 @@ def _plan_erasure_sets(
 ) -> ErasureSets | None:
     """The erasure sets over the nodes that the job would get now; without a network, over as many others."""
     spec = resolved.spec
-    wanted, nodes = spec.checkpoint.parity, tuple(f"node{n + 1}" for n in range(spec.resources.nodes))
+    parity, nodes = spec.checkpoint.parity, tuple(f"node{n + 1}" for n in range(spec.resources.nodes))
     if not spec.checkpoint.memory:
         return None
     domains: Mapping[str, Mapping[str, str | None]] = {}
@@ -262,36 +261,40 @@ def _plan_erasure_sets(
         except UsageError as error:
             notes.append(f"where the job would stand is not known: {error}")
     return choose_erasure_sets(
-        nodes, domains, scheme=wanted.scheme, set_size=wanted.set_size, survive=wanted.survive
+        nodes, domains, scheme=parity.scheme, set_size=parity.set_size, survive=parity.survive
     )
 
 
 def _object_store_use(spec: JobSpec, sizes: SaveSizes) -> ObjectStoreUse | None:
-    wanted, checkpoint = spec.checkpoint.object, spec.checkpoint
-    if wanted is None:
+    spec_of_copies, checkpoint = spec.checkpoint.object, spec.checkpoint
+    if spec_of_copies is None:
         return None
-    every = wanted.every or checkpoint.durable.every or checkpoint.every_steps
+    every = spec_of_copies.every or checkpoint.durable.every or checkpoint.every_steps
     # By the clock there may be one of any step.
     copies = spec.train.steps // every if every else spec.train.steps if checkpoint.every else 1
     whole, node = sizes.whole.value, sizes.node.value
-    held = min(copies, wanted.keep)
-    kept = SourcedValue(None if whole is None else held * whole, f"checkpoint.object.keep: {wanted.keep}")
+    held = min(copies, spec_of_copies.keep)
+    kept = SourcedValue(
+        None if whole is None else held * whole, f"checkpoint.object.keep: {spec_of_copies.keep}"
+    )
     if whole is None or node is None:
         return ObjectStoreUse(copies, kept, None)
     # Besides a file's objects its index; and of a copy the manifest and the record.
     files = spec.resources.nodes
-    few, many = (files * (math.ceil(node / size) + 1) + 2 for size in reversed(_OBJECT_BYTES))
-    return ObjectStoreUse(copies, kept, (few, many))
+    few, most = (files * (math.ceil(node / size) + 1) + 2 for size in reversed(_OBJECT_BYTES))
+    return ObjectStoreUse(copies, kept, (few, most))
 
 
 def _find_warnings(spec: JobSpec, costs: CheckpointCosts) -> list[str]:
     """What in the job does not go together with what saves take."""
-    found = []
+    warnings = []
     limit, step = spec.checkpoint.max_durable_age, costs.step.value
-    durable = next(one for one in costs.levels if one.level == "durable")
+    durable = next(cost for cost in costs.levels if cost.level == "durable")
     if limit is not None and step is not None and durable.every:
         longest = durable.every * step + (durable.flush.value or 0.0)
         if longest > parse_time(limit).seconds:
             between = format_duration(longest)
-            found.append(f"checkpoint.max_durable_age: {limit} is less than {between} between durable saves")
-    return found
+            warnings.append(
+                f"checkpoint.max_durable_age: {limit} is less than {between} between durable saves"
+            )
+    return warnings

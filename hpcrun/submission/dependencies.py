@@ -11,26 +11,26 @@ from hpcrun.specs.provenance import read_provenance
 from hpcrun.specs.rundir import RunDir
 
 NoteCallback = Callable[[str], None]
-"""Takes a line for whoever submits."""
+"""Takes a line for the user who submits."""
 
 
 def find_dependencies(
     after: Sequence[RunDir], after_any: Sequence[RunDir], cluster: ClusterSpec | None, note: NoteCallback
 ) -> tuple[list[str], tuple[RunDir, ...]]:
-    """What --dependency takes: the newest jobs of the runs that are waited for; and which must end well.
+    """Return the value of --dependency for these runs, and the runs that must end well.
 
-    Slurm only waits until the jobs are over: how a run ended its record says, and the job looks at that when
+    Slurm waits until the jobs are over. Whether a run ended well is in its record, which the job reads when
     it starts (launch.predecessors).
     """
-    found, must_end_well = list[str](), list[RunDir]()
+    dependencies, must_end_well = list[str](), list[RunDir]()
     for runs in (after, after_any):
         states = read_run_states(runs) if runs else []
         for state in states:
             jobs = _dependency_jobs(state, runs is after, note)
             _check_same_cluster(state, cluster, jobs)
-            found += [job for job in jobs if job not in found]
+            dependencies += [job for job in jobs if job not in dependencies]
             must_end_well += [state.run] if jobs and runs is after else []
-    return [":".join(["afterany", *found])] if found else [], tuple(must_end_well)
+    return [":".join(["afterany", *dependencies])] if dependencies else [], tuple(must_end_well)
 
 
 def _dependency_jobs(state: RunState, must_be_done: bool, note: NoteCallback) -> list[str]:
@@ -45,8 +45,10 @@ def _dependency_jobs(state: RunState, must_be_done: bool, note: NoteCallback) ->
         jobs = [state.job]
     else:
         record = read_provenance(run)
-        made = [one for one in record.submissions if one.job is not None] if record else []
-        jobs = [str(one.job) for one in made if one.time == made[-1].time]
+        made = (
+            [submission for submission in record.submissions if submission.job is not None] if record else []
+        )
+        jobs = [str(submission.job) for submission in made if submission.time == made[-1].time]
     if not jobs:
         raise UsageError(f"{run.id}: was not submitted to Slurm, so no job can wait for it")
     if must_be_done and state.state == "unknown":

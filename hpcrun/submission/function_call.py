@@ -29,21 +29,21 @@ _PICKLE_ERRORS = (pickle.PicklingError, TypeError, AttributeError, RecursionErro
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A function, its arguments, and where Python looks for the modules that they need."""
+    """A function, its arguments, and where Python finds the modules that they need."""
 
     function: Callable[..., Any]
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     paths: Sequence[str]
-    """Put before sys.path, first of all: the modules beside the script that submitted are found there."""
+    """Put at the front of sys.path, so that modules next to the submitting script are found."""
 
     @property
     def can_save(self) -> bool:
-        """Whether the function has a `checkpoint` that gives the call to go on with."""
+        """Whether the function has a `checkpoint` method, which returns the call to continue with."""
         return callable(getattr(self.function, "checkpoint", None))
 
     def write(self, path: Path) -> None:
-        """Put the call into a file that only the user can read; UsageError for what cannot be pickled."""
+        """Write the call to a file that only the user can read; UsageError for what cannot be pickled."""
         try:
             body = _pickle_by_value((self.function, tuple(self.args), dict(self.kwargs)))
         except _PICKLE_ERRORS as error:
@@ -56,7 +56,7 @@ class FunctionCall:
         _write_private(path, pickle.dumps((list(self.paths), body)))
 
     def saved(self) -> FunctionCall:
-        """The call to go on with, as the function's `checkpoint` gives it."""
+        """Return the call to continue with, from the function's `checkpoint`."""
         after = self.function.checkpoint(*self.args, **self.kwargs)  # type: ignore[attr-defined]
         try:
             return FunctionCall(after.function, after.args, after.kwargs, self.paths)
@@ -76,26 +76,26 @@ def load_call(path: Path) -> FunctionCall:
 
 
 def find_import_paths() -> list[str]:
-    """Where this process finds modules that its interpreter alone does not, such as the script's directory.
+    """Return where this process finds modules that its interpreter alone does not.
 
-    Not what is installed for this interpreter: the job's may be another one.
+    Packages installed for this interpreter are left out: the job's may be another one.
     """
     own = tuple(f"{place}{os.sep}lib" for place in {sys.prefix, sys.base_prefix, sys.exec_prefix})
-    found = []
+    places = []
     for place in [*sys.path[:1], *filter(None, sys.path[1:])]:
-        with suppress(FileNotFoundError):  # a relative one, and the working directory is gone
-            found.append(os.path.abspath(place))  # noqa: PTH100 - an empty one is the working directory
+        with suppress(FileNotFoundError):  # a relative path whose working directory is gone
+            places.append(os.path.abspath(place))  # noqa: PTH100 - an empty one is the working directory
     return list(
         dict.fromkeys(
-            one
-            for one in found
-            if not one.startswith(own) and not _INSTALL_FOLDERS.intersection(Path(one).parts)
+            path
+            for path in places
+            if not path.startswith(own) and not _INSTALL_FOLDERS.intersection(Path(path).parts)
         )
     )
 
 
 def load_call_result(attempt: Attempt, rank: int) -> Any:
-    """What the function returned on a rank; FunctionError where it raised, OSError where it said nothing."""
+    """Return the function's result on a rank; FunctionError if it raised, OSError if there is none."""
     value, error = pickle.loads(_read_private(attempt.call_result(rank)))
     if error is not None:
         run = attempt.run.id
@@ -136,7 +136,7 @@ class _SignalRequests:
             self.call.saved().write(self._run.saved_call)
 
     def ignore(self) -> None:
-        """Nothing can be asked for any more."""
+        """Ignore further requests."""
         for number in _REQUEST_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -197,8 +197,8 @@ def _record_exception(attempt: Attempt, rank: int, error: BaseException) -> int:
 
 
 def _pickle_by_value(value: object) -> bytes:
-    found: bytes = importlib.import_module("cloudpickle").dumps(value)
-    return found
+    body: bytes = importlib.import_module("cloudpickle").dumps(value)
+    return body
 
 
 def _write_private(path: Path, data: bytes) -> None:
@@ -207,7 +207,7 @@ def _write_private(path: Path, data: bytes) -> None:
 
 
 def _read_private(path: Path) -> bytes:
-    """Whoever can write a pickle runs code as the one who loads it."""
+    """Read a private file: loading a pickle runs code of its writer."""
     with os.fdopen(open_regular(path), "rb") as file:
         for place, status in ((path.parent, path.parent.lstat()), (path, os.fstat(file.fileno()))):
             require_private(place, status)

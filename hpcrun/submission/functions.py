@@ -1,7 +1,7 @@
-"""Python functions as jobs: submit one, or one for each set of arguments, and have the results back.
+"""Python functions as jobs: submits one, or one for each set of arguments, and returns their results.
 
-A function is the program of a run like any other: the same supervisor starts it, watches it, stops it and
-has it queued again, and `hpcrun list`, `status`, `logs`, `wait`, `stop` and `submit --resume` know it.
+A function is the program of a run like any other: the same supervisor starts, watches, stops and requeues it,
+and `hpcrun list`, `status`, `logs`, `wait`, `stop` and `submit --resume` work on it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ FUNCTION_JOB_KEYS = (
     "name", "resources", "env", "env_deny", "modules", "python", "cluster", "retry", "secrets", "watch",
     "preflight", "telemetry", "hooks",
 )  # fmt: skip
-"""What can be said of a function."""
+"""The keys of a job that apply to functions."""
 _RESULT_GRACE_S = 15.0
-"""So long a result may take to be seen here (NFS) after the record that its run has ended well."""
+"""A result may become visible here this much later (NFS) than the record that its run has ended well."""
 _POLL_S = 0.2
 _GRACE_S = 120
 
@@ -54,20 +54,20 @@ class FunctionJob(Run, Generic[R]):
         return self.results()[0]
 
     def results(self) -> list[R]:
-        """The same for every rank, in order."""
+        """The result of every rank, in order."""
         state = self._wait(None)
         attempts = self.files.attempts()
-        found: list[R] = []
+        results: list[R] = []
         for rank in range(self.ranks if attempts else 0):
             end = time.monotonic() + (_RESULT_GRACE_S if state.state == "done" else 0)
             path = attempts[-1].call_result(rank)
             while not path.exists() and time.monotonic() < end:
                 time.sleep(_POLL_S)
             if path.exists():
-                found.append(load_call_result(attempts[-1], rank))
-        if state.state != "done" or len(found) < self.ranks:
+                results.append(load_call_result(attempts[-1], rank))
+        if state.state != "done" or len(results) < self.ranks:
             raise FunctionError(f"{self.id} is {state.state}{state.message and f': {state.message}'}")
-        return found
+        return results
 
     def exception(self) -> FunctionError | None:
         """Why there is no result, once it is over; None where there is one."""
@@ -81,20 +81,21 @@ class FunctionJob(Run, Generic[R]):
 def submit(fn: Callable[..., R], *args: Any, spec: Spec = None, **kwargs: Any) -> FunctionJob[R]:
     """Run `fn(*args, **kwargs)` as a job; the handle's result() waits for what it returns.
 
-    `spec` is a job file or a mapping with some of KEYS. The function runs nodes times ranks_per_node times,
-    and results() then has as many entries. Without Slurm it runs here, in the background. A function with a
-    method `checkpoint`, as for submitit, is asked for the call to go on with before the time limit, and on
-    `hpcrun stop`. UsageError or SiteError when it cannot be submitted: then nothing is left.
+    `spec` is a job file or a mapping with some of FUNCTION_JOB_KEYS. The function runs nodes times
+    ranks_per_node times, and results() has as many entries. Without Slurm it runs here, in the background.
+    Before the time limit, and on `hpcrun stop`, a function with a method `checkpoint`, as for submitit, is
+    asked for the call to continue with. UsageError or SiteError if it cannot be submitted: then nothing is
+    left.
     """
     return _submit_calls(fn, [(args, kwargs)], spec, is_array=False)[0]
 
 
 def submit_array(fn: Callable[..., R], *iterables: Iterable[Any], spec: Spec = None) -> list[FunctionJob[R]]:
-    """The same for each set of arguments that the iterables give together, as for map(): one array.
+    """Submit one call for each set of arguments that the iterables give together, as for map().
 
-    They are the elements of one sweep; without Slurm one runs after the other.
+    The calls are the elements of one sweep; without Slurm one runs after the other.
     """
-    calls: _Arguments = [(one, {}) for one in zip(*iterables, strict=False)]
+    calls: _Arguments = [(args, {}) for args in zip(*iterables, strict=False)]
     return _submit_calls(fn, calls, spec, is_array=len(calls) > 1) if calls else []
 
 
@@ -131,12 +132,12 @@ def _submit_calls(
     jobs = []
     for number in range(len(calls)):
         run, index = done.run, ""
-        one = done.submissions[0]
+        submission = done.submissions[0]
         if is_array:
             run = done.run.element(number)
-            one = [each for each in done.submissions if each.offset <= number][-1]
-            index = "" if one.job is None else f"_{number - one.offset}"
-        jobs.append(FunctionJob[R](run, ranks, f"{one.job or one.pid}{index}"))
+            submission = [each for each in done.submissions if each.offset <= number][-1]
+            index = "" if submission.job is None else f"_{number - submission.offset}"
+        jobs.append(FunctionJob[R](run, ranks, f"{submission.job or submission.pid}{index}"))
     return jobs
 
 
@@ -184,13 +185,13 @@ def _build_request(
 
 
 def _grace_s(resources: object) -> int:
-    """How long before its time limit a function is asked to save that does not say: less in short jobs."""
+    """Return how many seconds before its time limit a function has to save, unless its spec says so."""
     from hpcrun.units import parse_time
 
     limit = resources.get("time") if isinstance(resources, dict) else None
     try:
         return int(min(_GRACE_S, parse_time(str(limit)).seconds / 4)) if limit else _GRACE_S
-    except UsageError:  # which is told with the job's other mistakes
+    except UsageError:  # reported with the job's other mistakes
         return _GRACE_S
 
 
@@ -201,7 +202,7 @@ def _command_section(given: Mapping[str, Any], can_save: bool, elements: int) ->
     values.setdefault("name", "function")
     resources = values.get("resources")
     if resources is None or isinstance(resources, dict):
-        # A function runs once a node, whatever GPUs it has, unless it says otherwise.
+        # A function runs once a node, whatever GPUs the node has, unless the spec says otherwise.
         values["resources"] = {"ranks_per_node": 1, **(resources or {})}
     if can_save and "retry" not in values:
         values["retry"] = {"grace": f"{_grace_s(values['resources'])}s"}

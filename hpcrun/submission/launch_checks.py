@@ -1,6 +1,6 @@
-"""What stands against a launch and is known before there are nodes: asked at the submission and on the node.
+"""Checks of a launch that need no nodes: made at the submission, and again on the node.
 
-Both get the same words from here. What only a node can tell stands where it is used.
+Checks that need a node are where they are used.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Literal
 from hpcrun.checkpoint.parity.sets import check_survivable
 from hpcrun.errors import SiteError, SpecProblem, UsageError
 from hpcrun.hydra import find_mpiexec
-from hpcrun.slurm.precheck import check_free_space
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
 
@@ -37,37 +36,37 @@ def why_no_step_options(launcher: LauncherName) -> str | None:
 def find_launch_problems(
     job: JobSpec, cluster: ClusterSpec | None, runtime: str | None, levels: Collection[str] | None = None
 ) -> list[SpecProblem]:
-    """What of a job cannot be launched by this profile.
+    """List what this profile cannot launch of a job.
 
-    `runtime`: what runs its container, if it has one; `levels`: of the fabric that is common to its nodes,
-    where they are known.
+    `runtime`: the runtime of its container, if it has one; `levels`: the fabric levels that its nodes have in
+    common, if they are known.
     """
-    found = []
+    problems = []
     why = why_no_step_options(launcher_name(cluster)) if runtime == "pyxis" else None
     if why is not None:
-        found.append(SpecProblem("container", why))
+        problems.append(SpecProblem("container", why))
     parity = job.checkpoint.parity
     if job.checkpoint.memory:
         try:
             check_survivable(parity.survive, parity.scheme, job.resources.nodes, levels)
         except UsageError as error:
-            found.append(SpecProblem("", str(error)))
-    return found
+            problems.append(SpecProblem("", str(error)))
+    return problems
 
 
 def why_not_launchable_here(cluster: ClusterSpec | None) -> list[str]:
     """What this interpreter on this host lacks to start ranks; that of a compute node may have it."""
-    found = [missing_modules(cluster.python.checks if cluster else [], sys.executable, os.uname().nodename)]
+    reasons = [missing_modules(cluster.python.checks if cluster else [], sys.executable, os.uname().nodename)]
     try:
         if launcher_name(cluster) == "hydra":
             find_mpiexec()
     except SiteError as error:
-        found.append(str(error))
-    return [one for one in found if one]
+        reasons.append(str(error))
+    return [reason for reason in reasons if reason]
 
 
 def missing_modules(names: Sequence[str], python: str, host: str) -> str | None:
-    """Which of these modules this interpreter lacks, in words; None where it has them all."""
+    """Say which of these modules this interpreter lacks; None if it has them all."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if not missing:
         return None
@@ -77,17 +76,11 @@ def missing_modules(names: Sequence[str], python: str, host: str) -> str | None:
     )
 
 
-def check_run_root(root: Path, *, is_new: bool, need_bytes: int, ranks: int, runs: int = 1) -> None:
-    """Whether run directories can be made under a root, and what they hold has room.
-
-    UsageError where it may not be written, SiteError where there is too little room.
-    """
-    # os.access, unlike Path.exists, takes a directory that may not be entered for an answer.
+def check_run_root(root: Path) -> None:
+    """UsageError unless run directories can be made under a root, which need not exist."""
+    # os.access, unlike Path.exists, also answers for a directory that may not be entered.
     place = next(path for path in (root, *root.absolute().parents) if os.access(path, os.F_OK))
-    writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
-    if not writable and is_new:
-        found = "may not be written" if place.is_dir() else "is no directory"
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
+        problem = "may not be written" if place.is_dir() else "is no directory"
         text = "set HPCRUN_ROOT to a directory that you may write"
-        raise UsageError(f"{root}: no run directory can be made here: {place} {found}; {text}")
-    for finding in check_free_space(place, os.statvfs(place), need_bytes, ranks, runs):
-        raise SiteError(finding.text)
+        raise UsageError(f"{root}: no run directory can be made here: {place} {problem}; {text}")

@@ -1,4 +1,4 @@
-"""The network as it is now, and where a job would stand in it; also offline, from a captured topology."""
+"""The current network, and where a job would be placed in it; also offline, from a captured topology."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class NetworkState:
     bad: Mapping[str, str] = field(default_factory=dict)
     """Nodes to keep away from, with the reason."""
     notes: tuple[str, ...] = ()
-    """What is odd or unknown about the network."""
+    """What is unusual or unknown about the network."""
     damaged: tuple[str, ...] = ()
-    """What of the topology and of the lists of bad nodes cannot be read, and what of these is not heeded."""
+    """The parts of the topology and of the lists of bad nodes that cannot be read, and are ignored."""
 
     @property
     def free(self) -> list[str]:
@@ -50,7 +50,7 @@ class NetworkState:
 
 @dataclass(frozen=True)
 class PlacementPreview:
-    """Where a job would stand, if Slurm gave it the nodes that suit it best."""
+    """Where a job would be placed if Slurm gave it the most suitable nodes."""
 
     network: NetworkState
     placed: PlacementResult
@@ -92,22 +92,22 @@ def load_network(
     needed: int = 0,
     reservation: str | None = None,
 ) -> NetworkState:
-    """The network as a file, the profile or Slurm describes it; without Slurm every node counts as free.
+    """Load the network from a file, the profile or Slurm; without Slurm every node counts as free.
 
-    `needed`: how many nodes the job takes; for what its runs saw, the user keeps away from no more than that
-    leaves. `reservation`: the job's; its nodes are free to the job, those of others are not.
+    `needed`: how many nodes the job takes; no more nodes are avoided for the faults that runs saw than leave
+    these. `reservation`: the job's own, whose nodes are free to the job; nodes of others are not.
     """
     bad, now = load_bad_nodes(bad_node_files().values()), time.time()
     avoided = bad.active(now)
     records = live.nodes if live else ()
     if live and partition:
         records = tuple(live.nodes_of(partition)) or records
-    fabric = find_fabric(cluster, live, file, [one.name for one in records] or None)
+    fabric = find_fabric(cluster, live, file, [node.name for node in records] or None)
     states = dict.fromkeys(fabric.nodes, FREE_STATE if live is None else "unknown")
-    states |= {one.name: _node_state(one, reservation) for one in records if one.name in states}
+    states |= {node.name: _node_state(node, reservation) for node in records if node.name in states}
     where = partition or (cluster.default_partition if cluster else None)
     among = (live.nodes_of(where) if live and where else []) or records
-    lemons = load_nodes_to_avoid([one.name for one in among] or fabric.nodes, avoided, needed, now)
+    lemons = load_nodes_to_avoid([node.name for node in among] or fabric.nodes, avoided, needed, now)
     avoided |= lemons.active(now)
     states |= dict.fromkeys((node for node in avoided if node in states), "bad")
     unread, notes = (fabric.notes, ()) if fabric.is_unread else ((), fabric.notes)
@@ -127,17 +127,17 @@ def _node_state(node: NodeRecord, reservation: str | None) -> str:
 
 
 def preview_placement(spec: JobSpec, plan: Plan | None, network: NetworkState) -> PlacementPreview:
-    """Place a job; where too few nodes are free, among all in service. UsageError where these are too few."""
-    asked = spec.resources
-    excluded = set(expand_hosts(asked.exclude or "", "resources.exclude"))
+    """Place a job; if too few nodes are free, among all in service. UsageError if these are too few."""
+    resources = spec.resources
+    excluded = set(expand_hosts(resources.exclude or "", "resources.exclude"))
     traffic = estimate_traffic(spec.model, plan, spec)
     usable = [
         node for node in network.fabric.nodes if network.states.get(node) in (FREE_STATE, "busy", "unknown")
     ]
     notes: list[str] = []
     choices = [("", network.free), ("not enough nodes are free now: placed among all in service", usable)]
-    if asked.placement == "pin":
-        choices = [("", list(expand_hosts(asked.nodelist or "", "resources.nodelist")))]
+    if resources.placement == "pin":
+        choices = [("", list(expand_hosts(resources.nodelist or "", "resources.nodelist")))]
     for note, nodes in choices:
         notes = [note] if note else []
         try:
@@ -148,10 +148,10 @@ def preview_placement(spec: JobSpec, plan: Plan | None, network: NetworkState) -
                 spec.ranks_per_node,
                 spec.degrees,
                 traffic,
-                spares=asked.spares,
-                policy=asked.placement,
+                spares=resources.spares,
+                policy=resources.placement,
                 avoid=excluded,
-                node_count=asked.nodes,
+                node_count=resources.nodes,
             )
             break
         except UsageError:

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from hpcrun.checkpoint.policy.capacity import format_storage_refusal, plan_save_storage_in_time
+from hpcrun.checkpoint.policy.capacity import find_storage_problems
 from hpcrun.data.corpus import inspect_corpus
 from hpcrun.errors import SiteError, SpecError, UsageError
-from hpcrun.formulas import model_parameters
 from hpcrun.specs.hf_directory import read_hf_layout, why_precision_is_lost
 from hpcrun.specs.hf_quantised import why_quantised
 from hpcrun.specs.job import JobSpec
@@ -24,9 +23,7 @@ from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.specs.secrets import check_secret_files
 from hpcrun.submission.launch_checks import check_run_root
 
-_STATE_COPIES = 3
-"""A save holds the weights and the two moments of AdamW."""
-# What a spec.yaml has pinned and a new layout has to find anew, unless it is given with it.
+# What a spec.yaml has fixed and a new layout must derive again, unless it is given with the layout.
 _FOLLOWS_LAYOUT = {
     "parallel.microbatches": ("parallel.", "train.mbs", "train.gbs"),
     "parallel.virtual_stages": ("parallel.pp", "parallel.schedule"),
@@ -71,11 +68,10 @@ def prepare_job(
     world_size: int | None = None,
     command: Sequence[str] | None = None,
 ) -> PreparedJob:
-    """Resolve a job file, or the job of a run to be resumed; up to `launch` also check what it will need.
+    """Resolve a job file, or the job of a run to be resumed; up to `launch` also check what it needs.
 
-    `command` takes the place of the job's own. `world_size` is how many ranks there are already, where
-    somebody else has started them. UsageError (SpecError) says what is wrong with the job or its data,
-    SiteError what the machine lacks.
+    `command` replaces the job's own. `world_size` is the number of ranks, if another launcher has started
+    them. UsageError (SpecError) for mistakes in the job or its data, SiteError for what the machine lacks.
     """
     if resume is not None:
         resolved = _load_resumed_job(resume, overrides)
@@ -120,7 +116,9 @@ def _load_resumed_job(run: RunDir, overrides: Sequence[str]) -> ResolvedJob:
 def _check_secrets(resolved: ResolvedJob) -> None:
     problems = check_secret_files(resolved.spec.secrets)
     if problems:
-        raise SpecError([replace(one, where=resolved.document.where(one.key)) for one in problems])
+        raise SpecError(
+            [replace(problem, where=resolved.document.where(problem.key)) for problem in problems]
+        )
 
 
 def check_job_inputs(resolved: ResolvedJob, resume: RunDir | None = None) -> None:
@@ -172,28 +170,12 @@ def _check_weights(resolved: ResolvedJob, resume: RunDir | None) -> None:
 
 
 def _check_storage(prepared: PreparedJob) -> None:
-    """Whether a run directory can be made, and its saves fit."""
-    root = prepared.resume.path if prepared.resume else runs_root()
-    check_run_root(
-        root,
-        is_new=prepared.resume is None,
-        need_bytes=max_checkpoint_bytes(prepared),
-        ranks=prepared.spec.ranks,
-    )
-    held = len(resumable_checkpoints(prepared.resume.checkpoints)) if prepared.resume else 0
-    told = plan_save_storage_in_time(prepared.spec, prepared.plan, root, held=held)
-    if told is not None and told.refusal is not None:
-        raise SiteError(format_storage_refusal(root, told.refusal))
-
-
-def max_checkpoint_bytes(prepared: PreparedJob) -> int:
-    """What the saves of a run take at most at one time."""
-    spec = prepared.spec
-    assert spec.model is not None
-    save = model_parameters(spec.model) * (8 if spec.train.precision == "fp64" else 4) * _STATE_COPIES
-    # By the clock there may be one of any step.
-    every = 1 if spec.checkpoint.every == "auto" else spec.checkpoint.every
-    # A new save is whole before the oldest one goes.
-    saves = min(spec.checkpoint.keep + 1, spec.train.steps // every) if every else 0
-    need = save * max(saves, int(spec.checkpoint.at_end))
-    return need if prepared.resume is None else min(need, save)
+    """Check that a run directory can be made, and that its saves fit."""
+    resume = prepared.resume
+    if resume is None:
+        check_run_root(runs_root())
+    held = len(resumable_checkpoints(resume.checkpoints)) if resume else None
+    place = resume.path if resume else runs_root()
+    for finding in find_storage_problems([(prepared.spec, prepared.plan)], place, held=held):
+        if finding.level == "refused":
+            raise SiteError(finding.text)

@@ -1,4 +1,4 @@
-"""A request to submit something, understood: the job, the cluster, the template, what stands against it."""
+"""A submission before it is made: its job, cluster and template, and all findings about it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 from hpcrun import process
-from hpcrun.checkpoint.policy.capacity import format_storage_refusal, plan_save_storage_in_time
+from hpcrun.checkpoint.policy.capacity import find_storage_problems
 from hpcrun.errors import HpcrunError, SiteError, SpecError, SpecProblem, UsageError
 from hpcrun.fabric.domains import failure_domains
 from hpcrun.finding import Finding
+from hpcrun.local_identity import expand_path
+from hpcrun.mounts import find_mount
 from hpcrun.runs.run_state import read_element_states, read_run_states
 from hpcrun.slurm.arrays import DEFAULT_ARRAY_SIZE, ArrayChunk, split_into_arrays
 from hpcrun.slurm.cluster_state import LiveCluster, query_cluster
@@ -25,7 +26,6 @@ from hpcrun.slurm.precheck import (
     check_partition_fit,
     check_run_root_visibility,
     exceeded_quota_lines,
-    expand_profile_path,
     make_precheck_warning,
     make_refusal,
     schedules_memory,
@@ -62,13 +62,13 @@ _ASK_S, _QUOTA_S = 5.0, 10.0
 
 @dataclass(frozen=True)
 class SubmissionRequest:
-    """What a person asks to have submitted."""
+    """What the user asks to submit."""
 
     job: Path | None = None
     resolved: ResolvedJob | None = None
-    """The job itself, where it stands in no file."""
+    """The job itself, if it is in no file."""
     furnish: Callable[[RunDir], None] | None = None
-    """Puts a function's calls into the new run's directory."""
+    """Writes a function's calls to the new run's directory."""
     overrides: tuple[str, ...] = ()
     command: tuple[str, ...] | None = None
     resume: RunDir | None = None
@@ -76,9 +76,9 @@ class SubmissionRequest:
     only_failed: bool = False
     """Of a sweep only the elements that did not end well."""
     after: tuple[RunDir, ...] = ()
-    """Start when these have ended well."""
+    """Start when these runs have ended well."""
     after_any: tuple[RunDir, ...] = ()
-    """Start when these have ended."""
+    """Start when these runs have ended."""
     template: str | None = None
     """A template's name or path; default: by the kind of the job."""
     slurm_version: str | None = None
@@ -86,7 +86,7 @@ class SubmissionRequest:
 
 
 class PreparedSubmission:
-    """A request that is understood: its job, its cluster, its template; each looked up when it is needed."""
+    """A resolved request: its job, its cluster, its template; each is looked up when it is needed."""
 
     def __init__(self, request: SubmissionRequest, note: NoteCallback, detail: NoteCallback) -> None:
         self.request, self.note, self.detail = request, note, detail
@@ -128,28 +128,28 @@ class PreparedSubmission:
     @cached_property
     def template(self) -> BatchTemplate:
         """The request's, else the one for jobs of this kind."""
-        spec, asked = self.resolved.spec, self.request.template
+        spec, requested = self.resolved.spec, self.request.template
         usual = "function" if self.is_function else choose_template_name(spec, self.cluster)
-        found = self.library.find(asked or usual)
-        kinds = {layer.name.removesuffix(TEMPLATE_SUFFIX) for layer in self.library.chain(found)}
+        template = self.library.find(requested or usual)
+        kinds = {layer.name.removesuffix(TEMPLATE_SUFFIX) for layer in self.library.chain(template)}
         if "array" in kinds and spec.sweep is None:
-            raise UsageError(f"--template {asked}: is for a sweep, and the job has none; leave it out")
+            raise UsageError(f"--template {requested}: is for a sweep, and the job has none; leave it out")
         if spec.container is None and any(kind.endswith(("-pyxis", "-apptainer")) for kind in kinds):
             raise UsageError(
-                f"--template {asked}: is for ranks in a container, and the job has no container.image; give"
-                " one, or leave the template out"
+                f"--template {requested}: is for ranks in a container, and the job has no container.image;"
+                " give one, or leave the template out"
             )
-        return found
+        return template
 
     @cached_property
     def live(self) -> LiveCluster | None:
-        """What Slurm says now; None where it is not here, or is not the one that the script is for."""
+        """The live cluster; None if Slurm is not here, or if the script is for another release."""
         is_elsewhere = self.is_local or self.request.slurm_version is not None
         return None if is_elsewhere else query_live_cluster(self.slurm_cluster, self.note)
 
     @cached_property
     def version(self) -> SlurmVersion | None:
-        """The release that the script is for; None when nobody says."""
+        """The release that the script is for; None if it is not known."""
         given = self.request.slurm_version
         if given is not None:
             version = parse_slurm_version(given)
@@ -167,29 +167,29 @@ class PreparedSubmission:
     @cached_property
     def network(self) -> NetworkState:
         """The cluster's network now; without Slurm as far as the profile knows it."""
-        asked = self.resolved.spec.resources
+        resources = self.resolved.spec.resources
         return load_network(
             self.cluster,
             self.live,
-            partition=asked.partition,
-            needed=asked.all_nodes,
-            reservation=asked.reservation,
+            partition=resources.partition,
+            needed=resources.all_nodes,
+            reservation=resources.reservation,
         )
 
     @cached_property
     def leaves(self) -> int | None:
-        """Under how few leaf switches the job finds room; None where that is not known, or not asked for."""
+        """The fewest leaf switches with enough nodes for the job; None if not known, or not needed."""
         spec = self.resolved.spec
         if self.live is None or not self.network.fabric.levels or spec.resources.placement != "pack":
             return None
         try:
-            found = preview_placement(spec, self.resolved.plan, self.network)
+            preview = preview_placement(spec, self.resolved.plan, self.network)
         except UsageError:
-            # Too few nodes: check_fit says so, or Slurm does.
+            # Too few nodes: check_partition_fit reports it, or Slurm.
             return None
-        for line in (*self.network.notes, *found.notes, *found.placed.why):
+        for line in (*self.network.notes, *preview.notes, *preview.placed.why):
             self.detail(f"placement: {line}")
-        return found.leaves
+        return preview.leaves
 
     @cached_property
     def spec_with_exclusions(self) -> JobSpec:
@@ -197,8 +197,8 @@ class PreparedSubmission:
         spec = self.resolved.spec
         if self.is_local:
             return spec
-        known = [one.name for one in self.live.nodes] if self.live else None
-        excluded, notes = merge_excluded_nodes(spec.resources.exclude, self.network.bad, known)
+        names = [node.name for node in self.live.nodes] if self.live else None
+        excluded, notes = merge_excluded_nodes(spec.resources.exclude, self.network.bad, names)
         for text in (*notes, *self.network.damaged):
             self.note(text)
         resources = spec.resources.model_copy(update={"exclude": excluded or None})
@@ -212,7 +212,7 @@ class PreparedSubmission:
                 self.spec_with_exclusions, run, self.cluster, self.version, dependency, self.leaves
             )
         except SpecError as error:
-            problems = [self.placed(make_refusal(one.key, one.text)) for one in error.problems]
+            problems = [self.placed(make_refusal(problem.key, problem.text)) for problem in error.problems]
             raise refuse_submission(problems) from None
         for text in notes:
             self.note(text)
@@ -223,18 +223,18 @@ class PreparedSubmission:
         """Which elements of the sweep are to be run; empty for a job without one."""
         if self.resume is None or not self.resolved.elements:
             return list(range(len(self.resolved.elements)))
-        asked = self.request.resume
+        requested = self.request.resume
         left = []
         for state, element in zip(
             read_element_states(self.resume, ask=False), self.resolved.elements, strict=True
         ):
             goes_on = element.spec.command is None and element.spec.train.steps > (state.step or 0)
-            wanted = state.state != "done" or (goes_on and not self.request.only_failed)
-            if wanted and asked in (self.resume, state.run):
+            is_due = state.state != "done" or (goes_on and not self.request.only_failed)
+            if is_due and requested in (self.resume, state.run):
                 left.append(int(state.run.path.name))
         if not left:
-            what = "every element" if asked == self.resume else "it"
-            raise UsageError(f"{asked and asked.id}: {what} ended well; nothing is left to do")
+            what = "every element" if requested == self.resume else "it"
+            raise UsageError(f"{requested and requested.id}: {what} ended well; nothing is left to do")
         return left
 
     def chunks(self) -> list[ArrayChunk]:
@@ -257,28 +257,28 @@ class PreparedSubmission:
         return replace(finding, where=where)
 
     def findings(self) -> list[Finding]:
-        """All that a look at the job's files, the cluster and the place of the run shows, with its line."""
+        """List all findings about the job's files, the cluster and the run directory, with file and line."""
         return [self.placed(finding) for finding in self._findings()]
 
     def _findings(self) -> list[Finding]:
         spec = self.resolved.spec
-        found = [*_find_missing_inputs(self.jobs()), *(self._room() or self._saves())]
+        findings = [*_find_missing_inputs(self.jobs()), *self._storage()]
         if self.is_local:
-            return [*found, *_find_cluster_only_keys(spec)]
-        found += [
+            return [*findings, *_find_cluster_only_keys(spec)]
+        findings += [
             *self.inputs.findings,
             *_find_env_conflicts(self.resolved.spec, self.inputs),
             *_find_missing_image(spec),
         ]
-        found += check_job_fits_cluster(self.spec_with_exclusions, self.cluster, self.live, self.place)
+        findings += check_job_fits_cluster(self.spec_with_exclusions, self.cluster, self.live, self.place)
         runtime = container_runtime(spec, self.cluster)
         fabric = self.network.fabric
         levels = failure_domains(fabric, fabric.nodes) if fabric.levels else None
-        found += [
-            make_refusal(one.key, one.text)
-            for one in find_launch_problems(spec, self.cluster, runtime, levels)
+        findings += [
+            make_refusal(problem.key, problem.text)
+            for problem in find_launch_problems(spec, self.cluster, runtime, levels)
         ]
-        return [*found, *self._python(), *self._quota()]
+        return [*findings, *self._python(), *self._quota()]
 
     def _python(self) -> Iterator[Finding]:
         """What is seen from here of the interpreter on the compute nodes, which may differ there."""
@@ -290,35 +290,23 @@ class PreparedSubmission:
             for why in why_not_launchable_here(self.cluster):
                 yield make_precheck_warning("python", f"{why} (if it is the same on the compute nodes)")
 
-    def _room(self) -> list[Finding]:
-        """Whether the files of the run, or of all elements, have room where they are written."""
-        jobs = self.jobs()
-        need = sum(
-            prepare.max_checkpoint_bytes(prepare.PreparedJob(one.spec, one.plan)) for one in jobs if one.plan
-        )
-        is_new, ranks = self.resume is None, self.resolved.spec.ranks
-        try:
-            check_run_root(self.place, is_new=is_new, need_bytes=need, ranks=ranks, runs=len(jobs))
-        except (UsageError, SiteError) as error:
-            return [make_refusal("", str(error))]
-        return []
-
-    def _saves(self) -> list[Finding]:
-        """What the file system of the run knows besides: its quotas, and the room on each of its servers."""
-        spec = self.resolved.spec
-        held = len(resumable_checkpoints(self.resume.checkpoints)) if self.resume else 0
-        told = plan_save_storage_in_time(spec, self.jobs()[0].plan, self.place, held=held)
-        if told is None:
-            return []
-        if told.refusal is not None:
-            return [make_refusal("", format_storage_refusal(self.place, told.refusal))]
-        is_known = told.kind not in ("lustre", "unknown")
-        texts = [] if is_known else [one.text for one in told.findings if one.level == "warning"]
-        return [make_precheck_warning("", f"saves in {self.place}: {text}") for text in texts]
+    def _storage(self) -> Iterator[Finding]:
+        """Check whether the files and saves of the run, or of all elements, fit where they are written."""
+        if self.resume is None:
+            try:
+                check_run_root(self.place)
+            except UsageError as error:
+                yield make_refusal("", str(error))
+                return
+        jobs = [(job.spec, job.plan) for job in self.jobs()]
+        held = len(resumable_checkpoints(self.resume.checkpoints)) if self.resume else None
+        for finding in find_storage_problems(jobs, self.place, held=held):
+            make = make_refusal if finding.level == "refused" else make_precheck_warning
+            yield make("", finding.text)
 
     def _quota(self) -> list[Finding]:
         """Limits that the profile's quota command shows as passed."""
-        words = [expand_profile_path(word) for word in self.cluster.quota] if self.cluster else []
+        words = [expand_path(word) for word in self.cluster.quota] if self.cluster else []
         if not words:
             return []
         try:
@@ -345,16 +333,16 @@ def load_job_profile(spec: JobSpec) -> ClusterSpec | None:
 
 
 def _find_env_conflicts(spec: JobSpec, inputs: SbatchInputs) -> Iterator[Finding]:
-    """What the caller's variables have said and other parts of the job contradict: it was sound before."""
-    for one in find_plan_problems(spec) if inputs.resources else ():
-        by = inputs.by_key.get(one.key.removeprefix("resources."))
+    """Yield what the caller's variables contradict in a job that was valid without them."""
+    for problem in find_plan_problems(spec) if inputs.resources else ():
+        by = inputs.by_key.get(problem.key.removeprefix("resources."))
         names = [by] if by else list(inputs.sources)
-        told = ", ".join(f"{name} is {inputs.sources[name]}" for name in names)
-        yield make_refusal(one.key, f"{one.text} ({told} in your environment)")
+        variables = ", ".join(f"{name} is {inputs.sources[name]}" for name in names)
+        yield make_refusal(problem.key, f"{problem.text} ({variables} in your environment)")
 
 
 def query_live_cluster(slurm_cluster: str | None, note: NoteCallback) -> LiveCluster | None:
-    """What the cluster's Slurm says now; None where it is not here, or where it does not answer."""
+    """Query the cluster's Slurm; None if it is not here, or does not answer."""
     if shutil.which("scontrol") is None:
         return None
     try:
@@ -368,11 +356,8 @@ def check_job_fits_cluster(
     job: JobSpec, cluster: ClusterSpec | None, live: LiveCluster | None, place: Path
 ) -> list[Finding]:
     """Whether a job fits the cluster, and whether compute nodes see the place of its run."""
-    found = [*check_partition_fit(job, cluster, live), *check_gpus(job, cluster, live)]
-    with suppress(OSError):
-        mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
-        found += check_run_root_visibility(place, cluster, mounts)
-    return found
+    findings = [*check_partition_fit(job, cluster, live), *check_gpus(job, cluster, live)]
+    return [*findings, *check_run_root_visibility(place, cluster, find_mount(place).kind)]
 
 
 def without_uncounted_memory(
@@ -414,16 +399,18 @@ def _load_job(request: SubmissionRequest, note: NoteCallback) -> ResolvedJob:
         prepared = prepare.prepare_job(None, request.overrides, resume=run, until="plan")
         return ResolvedJob(prepared.spec, prepared.plan)
     resolved = load_run_job(sweep, request.overrides)
-    if [one.overrides for one in resolved.elements] != read_sweep(sweep):
+    if [element.overrides for element in resolved.elements] != read_sweep(sweep):
         raise UsageError(f"{sweep.id}: the sweep's own keys cannot be changed; submit it as a new run")
     return resolved
 
 
 def _find_missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
-    """What is wrong with the data, the weights and the secrets, each told once."""
-    found = [make_refusal(one.key, one.text) for one in check_secret_files(jobs[0].spec.secrets)]
+    """List what is wrong with the data, the weights and the secrets, each finding once."""
+    findings = [
+        make_refusal(problem.key, problem.text) for problem in check_secret_files(jobs[0].spec.secrets)
+    ]
     if jobs[0].spec.command is not None:
-        return found
+        return findings
     seen = set()
     for job in jobs:
         assert job.spec.model is not None
@@ -434,31 +421,33 @@ def _find_missing_inputs(jobs: Sequence[ResolvedJob]) -> list[Finding]:
         try:
             prepare.check_job_inputs(job)
         except SpecError as error:
-            found += [make_refusal(one.key, one.text) for one in error.problems]
-    return found
+            findings += [make_refusal(problem.key, problem.text) for problem in error.problems]
+    return findings
 
 
 def _find_cluster_only_keys(spec: JobSpec) -> Iterator[Finding]:
     """What only a cluster gives, of a job that would run here as a process in the background."""
-    asked = spec.resources
-    if asked.nodes > 1:
-        text = f"{asked.nodes} nodes are asked for, but this would run on one machine, without Slurm; use 1"
+    resources = spec.resources
+    if resources.nodes > 1:
+        text = (
+            f"{resources.nodes} nodes are asked for, but this would run on one machine, without Slurm; use 1"
+        )
         yield make_refusal("resources.nodes", text)
     if spec.container is not None:
         text = "this would run here, without Slurm, where no container is started; leave the section out"
         yield make_refusal("container", f"{text} (container=null)")
     if spec.modules:
         yield make_precheck_warning("modules", "not loaded, because this runs here without Slurm")
-    if asked.gpus_per_node and not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
-        text = f"{asked.gpus_per_node} are asked for, but this machine shows none"
+    if resources.gpus_per_node and not (any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()):
+        text = f"{resources.gpus_per_node} are asked for, but this machine shows none"
         yield make_precheck_warning("resources.gpus_per_node", text)
 
 
 def _find_missing_image(spec: JobSpec) -> list[Finding]:
-    """An image that is named as a file and is not there; compute nodes may have it all the same."""
+    """Warn of an image that is a file and is not here; compute nodes may have it."""
     image = spec.container.image if spec.container else ""
     is_file = image.startswith(("/", "./", "../")) or image.endswith((".sif", ".sqsh"))
-    # os.path's look-up says no where pathlib's raises, for instance on a name that is too long.
+    # os.path.exists returns False where pathlib raises, for instance for a name that is too long.
     if not is_file or "://" in image or os.path.exists(image):  # noqa: PTH110
         return []
     text = f"{image} is not on this machine; it has to be on the compute nodes"

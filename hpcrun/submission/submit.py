@@ -64,7 +64,7 @@ class SubmissionResult:
     def as_json(self) -> dict[str, Any]:
         """Plain values for --json."""
         first = self.submissions[0]
-        jobs = [one.job for one in self.submissions if one.job is not None]
+        jobs = [submission.job for submission in self.submissions if submission.job is not None]
         where = {"cluster": self.cluster, "pid": first.pid}
         return {"run": self.run.id, "path": str(self.run.path), "job": first.job, "jobs": jobs} | where
 
@@ -72,39 +72,42 @@ class SubmissionResult:
         """In words, as what it was handed over."""
         if self.cluster == "local":
             return f"runs here, in the background, as process {self.submissions[0].pid}"
-        jobs = ", ".join(f"{one.job}[{one.array}]" if one.array else str(one.job) for one in self.submissions)
+        jobs = ", ".join(
+            f"{submission.job}[{submission.array}]" if submission.array else str(submission.job)
+            for submission in self.submissions
+        )
         on = f" on {self.cluster}" if self.cluster else ""
         return f"job{'s' * (len(self.submissions) > 1)} {jobs}{on}"
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """What would be handed over, and what stands against it."""
+    """What would be submitted, and what would be refused."""
 
     script: str
     refused: tuple[Finding, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for --json."""
-        return {"script": self.script, "refused": [str(one) for one in self.refused]}
+        return {"script": self.script, "refused": [str(problem) for problem in self.refused]}
 
 
 def dry_run(
     request: SubmissionRequest, note: NoteCallback, detail: NoteCallback = lambda _: None
 ) -> DryRunResult:
-    """The script that `submit` would hand over, but for the run's id; makes nothing, and needs no Slurm.
+    """Return the script that `submit` would submit, except for the run's id; creates nothing, needs no Slurm.
 
-    What a look at the job and the cluster finds is told through `note`, refusals too.
+    `note` is called with the findings about the job and the cluster, refusals included.
     """
     job = PreparedSubmission(request, note, note)
     deny = [*(job.cluster.env_deny if job.cluster else ()), *job.resolved.spec.env_deny]
     dropped = submission_environment(os.environ, deny)[1]
     if dropped:
         detail(f"left out of the job's environment: {', '.join(dropped)}")
-    for one in (
+    for setting in (
         () if job.is_local else preview_job_settings(job.resolved.spec, job.cluster, os.environ).everywhere
     ):
-        detail(f"the ranks get {one}")
+        detail(f"the ranks get {setting}")
     findings = job.findings()
     refusals = tuple(finding for finding in findings if finding.severity == "error")
     for finding in findings:
@@ -127,9 +130,9 @@ def dry_run(
 def submit_job(
     request: SubmissionRequest, note: NoteCallback, detail: NoteCallback = lambda _: None
 ) -> SubmissionResult:
-    """Check a job, make its run directory and hand it over; an error leaves no half a run behind.
+    """Check a job, create its run directory and submit it; an error leaves no partial run.
 
-    `note` is told what a person should know, `detail` what else may be of interest.
+    `note` is called with what the user should know, `detail` with what may be of interest.
     """
     with _submission_lock(request.resume):
         job = PreparedSubmission(request, note, detail)
@@ -151,7 +154,7 @@ def submit_job(
 
 @contextmanager
 def _submission_lock(resumed: RunDir | None) -> Iterator[None]:
-    """Nobody else submits this run from the look at its state until its new job is on record."""
+    """Keep others from submitting this run between the look at its state and the record of its new job."""
     if resumed is None:
         yield
         return
@@ -163,9 +166,9 @@ def _submission_lock(resumed: RunDir | None) -> Iterator[None]:
 
 @contextmanager
 def _make_run_directory(job: PreparedSubmission) -> Iterator[RunDir]:
-    """The run's directory with all that the job reads; what was there before, if the body fails.
+    """Create the run directory with all that the job reads; restore what was there if the body fails.
 
-    SiteError where a file cannot be written, as on a full disk.
+    SiteError if a file cannot be written, as on a full disk.
     """
     # Before anything is made: the root, too, would stay.
     log_file_pattern(job.place)
@@ -174,7 +177,7 @@ def _make_run_directory(job: PreparedSubmission) -> Iterator[RunDir]:
     before: dict[Path, str] = {}
     try:
         files = [run.exit, run.spec, run.cluster, run.job, run.script, run.after]
-        files += [path for one in map(run.element, elements) for path in (one.exit, one.spec)]
+        files += [path for element in map(run.element, elements) for path in (element.exit, element.spec)]
         before |= {path: read_regular(path).decode() for path in files if job.resume and path.exists()}
         _write_run_files(job, run)
         yield run
@@ -202,15 +205,15 @@ def _record_provenance(job: PreparedSubmission, run: RunDir) -> Provenance:
     """Where the run comes from, written down when it is made, with what it is to do now."""
     spec, name = job.resolved.spec, job.cluster_name or None
     template = None if job.is_local else job.template.path
-    found = read_provenance(run)
-    if found is None:
-        found = record_provenance(run, spec, cluster=name, template=template)
-        found = replace(found, inputs=dict(job.inputs.sources))
-        return replace(found, kind="function", steps=None) if job.is_function else found
+    provenance = read_provenance(run)
+    if provenance is None:
+        provenance = record_provenance(run, spec, cluster=name, template=template)
+        provenance = replace(provenance, inputs=dict(job.inputs.sources))
+        return replace(provenance, kind="function", steps=None) if job.is_function else provenance
     steps = None if spec.command else spec.train.steps
     path = None if template is None else str(template)
     inputs = dict(job.inputs.sources)
-    return replace(found, ranks=spec.ranks, steps=steps, cluster=name, template=path, inputs=inputs)
+    return replace(provenance, ranks=spec.ranks, steps=steps, cluster=name, template=path, inputs=inputs)
 
 
 def _write_run_files(job: PreparedSubmission, run: RunDir) -> None:
@@ -231,7 +234,7 @@ def _write_run_files(job: PreparedSubmission, run: RunDir) -> None:
 
 def _write_element_files(job: PreparedSubmission, run: RunDir) -> None:
     if job.resume is None:
-        write_sweep(run, [one.overrides for one in job.resolved.elements])
+        write_sweep(run, [element.overrides for element in job.resolved.elements])
         run.elements.mkdir(mode=0o700)
     for number in job.elements:
         element = run.element(number)
@@ -249,8 +252,8 @@ def _count_attempts_before(job: PreparedSubmission, run: RunDir) -> dict[str, in
 
 def _load_batch_task() -> Callable[[str], int]:
     """What the batch job runs; pickled by its name, so that it is loaded there and not here."""
-    found: Callable[[str], int] = importlib.import_module("hpcrun.launch.batch_task").run_task
-    return found
+    task: Callable[[str], int] = importlib.import_module("hpcrun.launch.batch_task").run_task
+    return task
 
 
 def _start_locally(job: PreparedSubmission, run: RunDir, record: Provenance) -> SubmissionRecord:
@@ -259,15 +262,15 @@ def _start_locally(job: PreparedSubmission, run: RunDir, record: Provenance) -> 
 
     # As for an array, so that an element is known by its newest submission.
     elements = format_array_indices(job.elements) if job.elements else None
-    asked = job.resolved.spec.resources.time
-    limit = parse_time(asked).minutes if asked else None
+    time_limit = job.resolved.spec.resources.time
+    limit = parse_time(time_limit).minutes if time_limit else None
     if limit is not None:
         # The limit is an element's, and one process runs them all.
         limit *= max(1, len(job.elements))
     now, host, before = time.time(), os.uname().nodename, _count_attempts_before(job, run)
-    found = submit_background(run.submitit, _load_batch_task(), str(run.path), limit_min=limit)
+    identity = submit_background(run.submitit, _load_batch_task(), str(run.path), limit_min=limit)
     made = SubmissionRecord(
-        now, array=elements, host=host, pid=found.pid, start_ticks=found.start_ticks, attempts=before
+        now, array=elements, host=host, pid=identity.pid, start_ticks=identity.start_ticks, attempts=before
     )
     is_recorded = False
     try:
@@ -275,7 +278,7 @@ def _start_locally(job: PreparedSubmission, run: RunDir, record: Provenance) -> 
         is_recorded = True
     finally:
         if not is_recorded:
-            handle = process.ProcessHandle(found)
+            handle = process.ProcessHandle(identity)
             handle.signal(signal.SIGINT)
             handle.close()
     return made
@@ -317,8 +320,10 @@ def _submit_to_slurm(
                     throttle=chunk.throttle,
                 )
             offset = chunk.offset if chunk else 0
-            told = SubmissionRecord(now, done.job.job, done.job.cluster, done.array, offset, attempts=begun)
-            made.append(told)
+            submission = SubmissionRecord(
+                now, done.job.job, done.job.cluster, done.array, offset, attempts=begun
+            )
+            made.append(submission)
             if len(made) == 1:
                 write_atomically(run.script, done.script)
             write_provenance(run, record.submitted(*made))
@@ -327,23 +332,24 @@ def _submit_to_slurm(
         raise _sbatch_error(job, str(error)) from None
     finally:
         if not handed_over:
-            for one in made:
-                assert one.job is not None
-                cancel_submitted_job(JobId(one.job, cluster=one.cluster), job.note)
+            for submission in made:
+                assert submission.job is not None
+                cancel_submitted_job(JobId(submission.job, cluster=submission.cluster), job.note)
     return made
 
 
 def _sbatch_error(job: PreparedSubmission, text: str) -> SiteError:
-    """What sbatch said, with the keys of the raw options that it speaks of, and what was left of it."""
+    """Return sbatch's error, with the keys of the raw options that it names, and what remains of the
+    submission."""
     raw = job.resolved.spec.resources.sbatch
-    named = [one for one in raw if re.search(rf"--{re.escape(one)}(?![\w-])", text)]
-    keys = f" ({', '.join(f'resources.sbatch.{one}' for one in named)})" if named else ""
+    named = [option for option in raw if re.search(rf"--{re.escape(option)}(?![\w-])", text)]
+    keys = f" ({', '.join(f'resources.sbatch.{option}' for option in named)})" if named else ""
     left = "" if job.resume else "; no run was made, and --dry-run shows the script"
     return SiteError(f"{text}{keys}{left}")
 
 
 def warn_of_unstartable_jobs(submissions: Sequence[SubmissionRecord], note: NoteCallback) -> None:
-    """Slurm takes some jobs that it can never start, and says so only in the queue."""
+    """Warn of a job that can never start: Slurm accepts some of these, and reports it in the queue only."""
     first = submissions[0]
     assert first.job is not None
     question = JobQuery(first.job, cluster=first.cluster)

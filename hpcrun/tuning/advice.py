@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrun.slurm.precheck import expand_profile_path
+from hpcrun.local_identity import expand_path
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.fields import set_variables
 from hpcrun.specs.settings import CommSetting, CommSettings
@@ -228,7 +228,7 @@ def _advise_address_family(situation: AdviceContext) -> Iterator[CommSetting]:
         reason = "virtual machines hide which adapter is near which GPU; this file says it"
         source = "profile: network.nccl_topology"
         yield CommSetting(
-            "NCCL_TOPO_FILE", expand_profile_path(network.nccl_topology), reason, source, _TOPOLOGY_SINCE
+            "NCCL_TOPO_FILE", expand_path(network.nccl_topology), reason, source, _TOPOLOGY_SINCE
         )
 
 

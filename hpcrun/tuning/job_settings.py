@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.errors import UsageError
-from hpcrun.slurm.precheck import expand_profile_path
+from hpcrun.local_identity import expand_path
 from hpcrun.slurm.sbatch import submission_environment
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.job import JobSpec
@@ -129,7 +129,7 @@ def _policy_settings(
     """What the cluster's policy supports, and what it does not; a note where it cannot be read."""
     if cluster is None or cluster.network.policy is None:
         return (), ()
-    path = Path(expand_profile_path(cluster.network.policy))
+    path = Path(expand_path(cluster.network.policy))
     if not path.exists():
         return (), (f"{path}: network.policy of the profile is not there (yet); nothing is measured",)
     try:
@@ -142,7 +142,7 @@ def _load_reports(cluster: ClusterSpec | None) -> tuple[dict[str, dict[str, Any]
     """What the doctor has told of the cluster's nodes; where that cannot be read, a note says so."""
     if cluster is None or cluster.network.reports is None:
         return {}, []
-    path = Path(expand_profile_path(cluster.network.reports))
+    path = Path(expand_path(cluster.network.reports))
     try:
         found = read_json(path)
         if found is None:

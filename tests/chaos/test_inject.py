@@ -202,7 +202,7 @@ def test_the_supervisor_goes_and_nothing_stays(live: Live, fault: InjectedFault)
     if fault.do == "vanish":
         assert live.record(0)["pid"] in record["pids"]
     until(lambda: process.processes_with_env("HPCRUN_RUN_ID", live.run.run_id) == [])
-    with pytest.raises(UsageError, match=r"is dead .*there is nothing to rehearse on"):
+    with pytest.raises(UsageError, match=r"is dead .*there is nothing to inject it into"):
         require_running(live.run)
 
 
@@ -282,11 +282,11 @@ def test_another_node_is_reached_as_a_step_of_the_job(
 def test_runs_of_others_and_runs_that_are_over_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make()
     monkeypatch.setattr("os.getuid", lambda: 4242)
-    with pytest.raises(UsageError, match=r"belongs to .*; faults are rehearsed on runs of one's own"):
+    with pytest.raises(UsageError, match=r"belongs to .*; faults are injected into your own runs only"):
         require_running(run)
     monkeypatch.undo()
     write_json(run.exit, {"status": "done", "exit_code": 0, "message": "done at step 4", "attempt": 1})
-    with pytest.raises(UsageError, match=r"is done \(done at step 4\); there is nothing to rehearse on"):
+    with pytest.raises(UsageError, match=r"is done \(done at step 4\); there is nothing to inject it into"):
         require_running(run)
     write_json(run.sweep, [{}])
     with pytest.raises(UsageError, match="is a sweep"):
@@ -304,7 +304,7 @@ def test_a_filler_takes_room_under_no_name_and_gives_it_back(tmp_path: Path) -> 
         held = os.fstat(filler._file.fileno())
         assert 0 < taken <= 2**24
         assert (held.st_nlink, held.st_blocks * 512) == (0, taken)
-    assert "tmpfs" in filler.told
+    assert "tmpfs" in filler.description
     assert not {name for name in set(shm.iterdir()) - before if name.name.startswith("tmp")}
 
 

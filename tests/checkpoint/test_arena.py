@@ -19,12 +19,12 @@ from hpcrun.checkpoint.flush.arena import (
     map_slot,
     remove_arena_folder,
 )
-from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity
 from hpcrun.checkpoint.flush.stale_memory import clean_up_stale_memory
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.parity.erasure import parity_memory_bytes
 from hpcrun.checkpoint.part_record import PartRecord
+from hpcrun.checkpoint.policy.shm_capacity import ShmCapacity
 from hpcrun.errors import SiteError
 
 PART = Part(0, 0, 4000, 3000, 500, "0" * 16)

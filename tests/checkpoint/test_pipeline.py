@@ -15,9 +15,9 @@ import pytest
 from hpcrun.checkpoint.flush.arena import Arena, make_arena_folder
 from hpcrun.checkpoint.flush.pipeline import FlushPipeline
 from hpcrun.checkpoint.flush.rank_requests import RankRequestHandler
-from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity
 from hpcrun.checkpoint.flush.throttle import Throttle
 from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry, NodeShards, Tier
+from hpcrun.checkpoint.policy.shm_capacity import ShmCapacity
 from hpcrun.checkpoint.worker_messages import RANK_REQUESTS
 from hpcrun.errors import SiteError
 from hpcrun.typed_json import render_typed

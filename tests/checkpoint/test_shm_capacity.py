@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcrun.checkpoint.flush.shm_capacity import measure_shm_capacity
+from hpcrun.checkpoint.policy.shm_capacity import measure_shm_capacity
 
 GIB = 1 << 30
 

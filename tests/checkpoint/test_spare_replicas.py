@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.flush.arena import Arena, make_arena_folder
-from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity
 from hpcrun.checkpoint.flush.spare_replicas import SpareReplicaStore, is_spare_replica, list_spare_replicas
 from hpcrun.checkpoint.format import PART_ALIGN, align_size
 from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, NodeShards
 from hpcrun.checkpoint.parity.peers import PeerError
 from hpcrun.checkpoint.part_check import verify_part
+from hpcrun.checkpoint.policy.shm_capacity import ShmCapacity
 from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
 from hpcrun.checkpoint.worker_messages import CopyParts, PartsCopied
 from hpcrun.errors import SiteError

@@ -22,10 +22,9 @@ from hpcrun.checkpoint.lustre.storage import (
     StoragePlan,
     check_quota_space,
     check_total_space,
-    find_mount,
     make_storage_plan,
-    parse_mounts,
 )
+from hpcrun.mounts import find_mount, parse_mounts
 from hpcrun.process import CompletedCommand
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.saves import resumable_checkpoints

@@ -21,9 +21,9 @@ from hpcrun import __version__
 from hpcrun.checkpoint.flush.arena import SOCKET_NAME
 from hpcrun.checkpoint.format import HEADER_BYTES
 from hpcrun.checkpoint.levels import parse_inventory_entry
-from hpcrun.checkpoint.lustre.storage import find_mount
 from hpcrun.errors import SiteError
 from hpcrun.messages import lines
+from hpcrun.mounts import find_mount
 from hpcrun.runtime.worker_client import RankWorkerClient, WorkerGoneError
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import resumable_checkpoints

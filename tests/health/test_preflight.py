@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from hpcrun.health.node_checks import (
 )
 from hpcrun.health.preflight import PreflightRequest, answer_preflight, run_probes
 from hpcrun.health.probes import CheckTarget
+from hpcrun.launch.admission import evaluate_preflight
 from hpcrun.shm_segments import stale_segments
 from hpcrun.specs.preflight import PREFLIGHT_CHECKS, selected_preflight_checks
 from hpcrun.specs.records import write_json
@@ -400,6 +401,27 @@ def test_a_node_that_is_well_has_nothing_to_tell(place: CheckTarget) -> None:
     found = run_probes(place, PreflightRequest(PREFLIGHT_CHECKS, interface="ib0"))
     known = [one for one in found if one.severity == "error"]
     assert known == []
+
+
+def test_every_check_is_made_by_somebody(
+    place: CheckTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reporter(check: str) -> Callable[[CheckTarget], list[Finding]]:
+        return lambda place: [Finding("warning", check, "", "seen")]
+
+    for check, probe in preflight._PROBES.items():
+        monkeypatch.setitem(preflight._PROBES, check, probe and reporter(check))
+    program = tmp_path / "site-check"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o755)
+    request = PreflightRequest(PREFLIGHT_CHECKS, programs=[str(program)])
+    made = {finding.check for finding in run_probes(place, request)}
+    now = time.time()
+    answer = {"time": now - 3600, "seconds": 0.0, "checks": []}
+    judged = evaluate_preflight(request, ["n1"], {"n1": answer}, now, now).found
+    assert made | {finding.check for _, finding in judged} == set(PREFLIGHT_CHECKS)
+    with pytest.raises(KeyError):
+        run_probes(place, PreflightRequest(["moon phase"]))  # type: ignore[list-item]
 
 
 def test_only_what_is_asked_for_is_looked_at(place: CheckTarget, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ from dataclasses import replace
 
 import pytest
 
-from hpcrun.chaos.faults import InjectedFault
+from hpcrun.chaos.faults import InjectedFault, SupervisorProcess
 from hpcrun.chaos.inject import Injection, InjectionTarget
 from hpcrun.launch.attempt_events import AttemptEvent, RankProgress
 from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.records import read_json_lines
 from hpcrun.submission.prepare import prepare_job
+from hpcrun.typed_json import parse_typed
 from tests.launch.pretended import PretendedNodes, PretendedSite, supervise
 from tests.launch.supervised import Recorder, Site
 
@@ -43,7 +44,8 @@ def test_a_slowed_node_is_named_and_the_others_are_not(site: Site, monkeypatch: 
         slowed.append(time.monotonic())
         run = site.only_run
         fault = InjectedFault("slow", node=HOST, share=0.6, for_s=60.0)
-        strikes.append(Injection(InjectionTarget(run, fault, 1, HOST, (1,), read_supervisor_record(run))))
+        supervisor = parse_typed(SupervisorProcess, read_supervisor_record(run), allow_extra=True)
+        strikes.append(Injection(InjectionTarget(run, fault, 1, HOST, (1,), supervisor)))
 
     def note(text: str) -> None:
         if text.startswith("node "):

@@ -15,8 +15,9 @@ import pytest
 
 from hpcrun import process
 from hpcrun.errors import SiteError, UsageError
+from hpcrun.runs.cancel import cancel_run
 from hpcrun.runs.follow import PollIntervals
-from hpcrun.runs.requests import SaveRequest, request_save, request_stop, wait_for_saves
+from hpcrun.runs.requests import SaveRequest, request_save, wait_for_saves
 from hpcrun.specs.provenance import Provenance, SubmissionRecord, write_provenance
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
@@ -102,7 +103,7 @@ def test_a_process_here_is_asked_by_a_signal(supervisor: subprocess.Popen[str]) 
     assert request_save(run).lines == [f"{run.id}: asked pid {supervisor.pid} to save and go on"]
     assert supervisor.stdout is not None
     assert supervisor.stdout.readline() == "SIGUSR1\n"
-    assert request_stop(run) == [f"{run.id}: asked pid {supervisor.pid} to save and stop"]
+    assert cancel_run(run) == [f"{run.id}: asked pid {supervisor.pid} to save and stop"]
     assert supervisor.stdout.readline() == "SIGTERM\n"
 
 
@@ -111,7 +112,7 @@ def test_a_job_is_asked_through_its_batch_shell(slurm: Slurm) -> None:
     slurm.queue(("7", "RUNNING"))
     assert request_save(run).lines == [f"{run.id}: asked job 7 to save and go on"]
     assert slurm.cancelled == ["scancel --state=RUNNING --batch --signal=USR1 -M north 7"]
-    assert request_stop(run) == [f"{run.id}: job 7 was asked to save and stop"]
+    assert cancel_run(run) == [f"{run.id}: job 7 was asked to save and stop"]
     assert slurm.cancelled[1:] == ["scancel --state=RUNNING --batch --signal=TERM -M north 7"]
 
 
@@ -128,11 +129,12 @@ def test_who_has_taken_over_is_asked_on_its_node(slurm: Slurm, supervisor: subpr
     assert request_save(run).lines == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and go on"]
     assert supervisor.stdout is not None
     assert supervisor.stdout.readline() == "SIGUSR1\n"
-    assert request_stop(run) == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and stop"]
+    assert cancel_run(run) == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and stop"]
     assert supervisor.stdout.readline() == "SIGTERM\n"
     assert slurm.cancelled == []
     calls = (slurm.path / "calls").read_text()
-    assert "srun --jobid=7 --overlap --nodes=1 --ntasks=1 --nodelist=n02" in calls
+    step = next(line for line in calls.splitlines() if line.startswith("srun")).split(" sh -c ")[0].split()
+    assert {"--jobid=7", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=n02"} <= set(step)
     # Another process may have its number by now.
     again = begin(make(SubmissionRecord(1.0, job=7)), job=7, taken_over=2, **{**who, "start_ticks": 1})
     with pytest.raises(SiteError, match="it has ended just now"):

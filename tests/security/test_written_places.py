@@ -119,8 +119,8 @@ KNOWN = {
         "runtime/profiler": "StepProfiler._finish",
         "runtime/rank": "_open_run _train",
         "slurm/executor": (
-            "BackgroundExecutor._internal_process_submissions BackgroundExecutor._submit_command "
-            "TemplateExecutor._send dump_private_pickle link_or_copy write_private_file"
+            "TemplateExecutor._send _start_controller dump_private_pickle link_or_copy submit_background "
+            "write_private_file"
         ),
         "specs/base_model": "_copy_file _keep_files",
         "specs/branch": "_remove_process_files _record_end _break_hard_link",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.slurm.answers import StartEstimate, parse_sbatch_answer, parse_slurm_problem, parse_start_estimate
+from hpcrun.slurm.answers import parse_sbatch_answer, parse_slurm_problem
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,3 @@ def test_words_of_a_wrapper_without_an_id_are_kept() -> None:
 def test_an_uneventful_answer_is_no_trouble() -> None:
     for text in ("", "\n", "Submitted batch job 3\n", "Two-factor authentication is on from Monday\n"):
         assert parse_slurm_problem(text) is None
-
-
-def test_an_estimate_without_a_partition_and_a_refusal() -> None:
-    line = "sbatch: Job 7 to start at 2026-11-29T15:00:00 using 8 processors on n[1-2]\n"
-    assert parse_start_estimate(f"sbatch: note\n{line}") == StartEstimate(
-        "2026-11-29T15:00:00", 8, "n[1-2]", ""
-    )
-    refused = parse_start_estimate("allocation failure: Requested node configuration is not available\n")
-    assert not isinstance(refused, StartEstimate)
-    assert refused.kind == "refused"
-    assert "no node" in refused.remedy

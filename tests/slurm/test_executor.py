@@ -83,12 +83,6 @@ def test_a_call_becomes_a_job_with_the_site_s_script(
     assert (mode(folder), mode(pickled), mode(script)) == (0o700, 0o600, 0o600)
 
 
-def test_submitit_s_own_ways_would_lose_the_template(library: TemplateLibrary, tmp_path: Path) -> None:
-    for submit in (executor(library, tmp_path / "a").submit, executor(library, tmp_path / "a").map_array):
-        with pytest.raises(UsageError, match="submit_task or submit_elements"):
-            submit(divmod, [7], [2])
-
-
 def test_the_elements_of_a_sweep_share_one_pickle(
     library: TemplateLibrary, tmp_path: Path, fake: Fake
 ) -> None:
@@ -113,7 +107,7 @@ def test_one_task_is_handed_over_with_its_script(
     fake("sbatch", "12;blue")
     made = executor(library, tmp_path / "folder", "train")
     done = made.submit_task(divmod, 7, 2)
-    assert tuple(done) == (JobId(12, cluster="blue"), made.script_text(), None)
+    assert (done.job, done.array) == (JobId(12, cluster="blue"), None)
     assert (tmp_path / "folder" / "12_submission.sh").read_text(encoding="utf-8") == done.script
     assert DelayedSubmission.load(tmp_path / "folder" / "12_submitted.pkl").args == (7, 2)
 
@@ -163,11 +157,6 @@ def test_nodes_that_do_not_exist_are_not_excluded(
     assert "#SBATCH --exclude=n02\n" in made.submit_task(dict).script
     made = executor(library, tmp_path / "b", "train", directives={"exclude": "n09"})
     assert "--exclude" not in made.submit_task(dict).script
-
-
-def test_parameters_are_the_spec_s(library: TemplateLibrary, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="time"):
-        executor(library, tmp_path / "folder").update_parameters(time=5)
 
 
 def test_a_pickle_that_others_could_have_written_is_not_loaded(tmp_path: Path) -> None:

@@ -12,19 +12,19 @@ from hpcrun.slurm.ids import JobId, parse_job_id
     [
         ("123", JobId(123)),
         ("123_4", JobId(123, (range(4, 5),))),
-        ("17_[2-9%2]", JobId(17, (range(2, 10),), throttle=2)),
-        ("123_[0-400:4%2]", JobId(123, (range(0, 401, 4),), throttle=2)),
+        ("17_[2-9%2]", JobId(17, (range(2, 10),))),
+        ("123_[0-400:4%2]", JobId(123, (range(0, 401, 4),))),
         ("123_[1,3,5-7]", JobId(123, (range(1, 2), range(3, 4), range(5, 8)))),
         ("123_[1,3,...", JobId(123, (range(1, 2), range(3, 4)), truncated=True)),
         ("123_[1,3,…", JobId(123, (range(1, 2), range(3, 4)), truncated=True)),
         ("123_[1-3,31", JobId(123, (range(1, 4),), truncated=True)),
         ("123_[1,3,...]", JobId(123, (range(1, 2), range(3, 4)), truncated=True)),
-        ("123_[1,3,...%2]", JobId(123, (range(1, 2), range(3, 4)), truncated=True, throttle=2)),
+        ("123_[1,3,...%2]", JobId(123, (range(1, 2), range(3, 4)), truncated=True)),
         ("18+0", JobId(18, offset=0)),
         ("12345+1", JobId(12345, offset=1)),
-        ("123.batch", JobId(123, step="batch")),
-        ("123_4.0", JobId(123, (range(4, 5),), step="0")),
-        ("18+1.extern", JobId(18, offset=1, step="extern")),
+        ("123.batch", JobId(123)),
+        ("123_4.0", JobId(123, (range(4, 5),))),
+        ("18+1.extern", JobId(18, offset=1)),
         ("75168975;clustername", JobId(75168975, cluster="clustername")),
         ("17_[0-2]@south", JobId(17, (range(3),), cluster="south")),
     ],
@@ -53,4 +53,4 @@ def test_which_elements_an_id_holds() -> None:
 
 def test_an_id_prints_as_slurm_takes_it() -> None:
     assert [str(JobId(5)), str(JobId(5, (range(2, 3),))), str(JobId(5, offset=1))] == ["5", "5_2", "5+1"]
-    assert str(JobId(5, (range(9),), throttle=2)) == "5"
+    assert str(JobId(5, (range(9),))) == "5"

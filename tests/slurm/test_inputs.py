@@ -232,7 +232,7 @@ def test_commands_of_slurm_s_do_not_see_what_is_for_the_person(
     theirs += ("SLURM_TIME_FORMAT", "SLURM_CLUSTERS", "SLURM_TOPO_LEN", "SCONTROL_LOCAL", "SLURM_JOB_ID")
     for name in (*theirs, "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"):
         monkeypatch.setenv(name, "x")
-    run_slurm_client(["squeue"], timeout_s=20, more={"SLURM_BITSTR_LEN": "0"})
+    run_slurm_client(["squeue"], timeout_s=20, extra={"SLURM_BITSTR_LEN": "0"})
     given = environment(log)
     assert not set(theirs) & set(given)
     assert {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_BITSTR_LEN"} <= set(given)

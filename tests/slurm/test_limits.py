@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hpcrun.hostlist import expand_hosts
 from hpcrun.slurm.limits import SlurmConfiguration, parse_partitions, parse_slurm_configuration
 from hpcrun.slurm.versions import SlurmVersion
 
@@ -14,13 +13,13 @@ Captured = Callable[[str, str], str]
 
 def test_partitions(captured: Captured, version: str) -> None:
     first, *others = parse_partitions(captured(version, "show-partition"))
-    assert (first.name, first.is_default, first.state, first.nodes) == ("main", True, "UP", "n[01-08]")
+    assert (first.name, first.is_default, first.state) == ("main", True, "UP")
     assert (first.max_time_s, first.max_nodes, first.default_time_s) == (math.inf, math.inf, None)
-    assert (first.total_nodes, first.total_cpus, first.max_memory_per_node_mib) == (8, 64, math.inf)
+    assert (first.total_nodes, first.max_memory_per_node_mib) == (8, math.inf)
     assert first.node_memory_mib == 64000
-    assert (first.exclusive, first.preempt_mode, first.topology) == (False, "OFF", "")
-    assert [(other.name, other.is_default, other.topology) for other in others] == (
-        [("blk", False, "nvlink")] if version == "25.11.7" else []
+    assert first.exclusive is False
+    assert [(other.name, other.is_default) for other in others] == (
+        [("blk", False)] if version == "25.11.7" else []
     )
 
 
@@ -34,7 +33,6 @@ def test_a_partition_with_limits() -> None:
     assert (partition.max_memory_per_node_mib, partition.exclusive, partition.state) == (8192, True, "DRAIN")
     # memory that the cluster does not count comes out as 1 MB a node
     assert partition.node_memory_mib == 1
-    assert expand_hosts(partition.nodes) == ("c005", "c007", "c008")
 
 
 CONFIG = """\
@@ -57,19 +55,11 @@ Slurmctld(primary) at login1 is UP
 def test_the_configuration() -> None:
     config = parse_slurm_configuration(CONFIG)
     assert (config.version, config.cluster, config.max_array_size) == (SlurmVersion(22, 5, 8), "lab", 1001)
-    assert (config.kill_wait_s, config.requeue, config.sends_user_signal) == (30, True, True)
-    assert (config.accounting, config.mpi_default, config.topology) == (False, "", "tree")
+    assert (config.mpi_default, config.topology) == ("", "tree")
     assert config.values["SchedulerParameters"] == "bf_max_job_test=100,default_queue_depth=50"
 
 
-def test_a_newer_configuration_and_none() -> None:
-    config = parse_slurm_configuration(
-        "AccountingStorageType = (null)\nPreemptParameters = (null)\nJobRequeue = 0\n"
-    )
-    assert (config.accounting, config.sends_user_signal, config.requeue) == (False, False, False)
-    assert (
-        parse_slurm_configuration("AccountingStorageType = accounting_storage/slurmdbd\n").accounting is True
-    )
+def test_no_configuration() -> None:
     assert (
         parse_slurm_configuration("slurm_load_ctl_conf error: Unable to contact slurm controller\n")
         == SlurmConfiguration()

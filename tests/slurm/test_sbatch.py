@@ -290,13 +290,14 @@ def test_the_script_names_the_logs_of_its_folder() -> None:
 PRINT_SCRIPT = """
 import json, sys
 from pathlib import Path
-from hpcrun.slurm.executor import TemplateExecutor
+from hpcrun.slurm.sbatch import render_submission_script
 from hpcrun.slurm.script_context import ScriptContext
 from hpcrun.slurm.template import TemplateLibrary
 library = TemplateLibrary().shipped()
 given = json.loads(sys.argv[1])
-executor = TemplateExecutor(Path(sys.argv[2]), library, library.find("train"), ScriptContext(**given))
-assert "#SBATCH --job-name=n" in executor.script_text()
+context = ScriptContext(**given)
+text = render_submission_script(library, library.find("train"), context, Path(sys.argv[2]))
+assert "#SBATCH --job-name=n" in text
 print(*{"numpy", "torch", "mpi4py"} & set(sys.modules))
 """
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpcrun.slurm.topology import TopologyUnit, parse_topoconf, parse_topology, parse_topology_address
+from hpcrun.slurm.topology import TopologyUnit, parse_topoconf, parse_topology, split_topology_address
 
 Captured = Callable[[str, str], str]
 
@@ -84,7 +84,7 @@ def test_what_is_no_topology_has_no_units(text: str) -> None:
             [("switch", "spine"), ("switch", "leaf1"), ("node", "n01")],
         ),
         ("b4.n08", "block.node", [("block", "b4"), ("node", "n08")]),
-        ("spine..n01", "switch.switch.node", [("switch", "spine"), ("node", "n01")]),
+        ("spine..n01", "switch.switch.node", [("switch", "spine"), ("switch", ""), ("node", "n01")]),
         ("n01.site.org", "node", [("node", "n01.site.org")]),
         ("leaf1.n01.site.org", "switch.node", [("switch", "leaf1"), ("node", "n01.site.org")]),
         ("n01", "switch.node", []),
@@ -92,13 +92,13 @@ def test_what_is_no_topology_has_no_units(text: str) -> None:
     ],
 )
 def test_addresses(address: str, pattern: str, expected: list[tuple[str, str]]) -> None:
-    assert parse_topology_address(address, pattern) == expected
+    assert split_topology_address(address, pattern) == expected
 
 
 def test_addresses_in_a_job(captured: Captured, version: str) -> None:
     lines = [line.split() for line in captured(version, "job-environment").splitlines()]
     found = {
-        tuple(parse_topology_address(line[-2], line[-1]))
+        tuple(split_topology_address(line[-2], line[-1]))
         for line in lines
         if len(line) > 1 and line[-1].endswith(".node")
     }
@@ -109,7 +109,7 @@ def test_addresses_in_a_job(captured: Captured, version: str) -> None:
 def test_addresses_in_a_job_on_blocks(captured: Captured) -> None:
     rows = [line.split() for line in captured("25.11.7", "job-topology-addr-block").splitlines()]
     assert {
-        node: dict(parse_topology_address(address, pattern))["block"] for node, address, pattern in rows
+        node: dict(split_topology_address(address, pattern))["block"] for node, address, pattern in rows
     } == {
         "n05": "b3",
         "n06": "b3",

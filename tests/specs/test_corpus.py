@@ -137,12 +137,12 @@ def test_a_token_file_with_and_without_its_sidecar(tmp_path: Path) -> None:
     [
         ({"tokens": 20}, "its sidecar says 20 tokens; the file is truncated"),
         ({"format_version": 2}, "format_version 2 was written by a newer hpcrun"),
-        ({"format_version": "absent"}, "format_version is missing; it must be a whole number"),
-        ({"dtype": "int8"}, "dtype is 'int8'; use uint16 or uint32"),
+        ({"format_version": "absent"}, "format_version: is missing"),
+        ({"dtype": "int8"}, "dtype: expected one of uint16, uint32, not 'int8'"),
         ({"vocab": 70000}, "vocab is 70000; uint16 allows 1 to 65536"),
-        ({"tokens": "many"}, "tokens is 'many'; it must be a whole number"),
-        ({"tokens": True}, "tokens is True; it must be a whole number"),
-        ({"documents": "x"}, "documents is 'x'; it must be a whole number"),
+        ({"tokens": "many"}, "tokens: expected an integer, not 'many'"),
+        ({"tokens": True}, "tokens: expected an integer, not True"),
+        ({"documents": "x"}, "documents: expected an integer, not 'x'"),
     ],
 )
 def test_a_wrong_sidecar_is_one_clear_line(tmp_path: Path, sidecar: dict[str, object], said: str) -> None:
@@ -190,7 +190,7 @@ def bad_inputs(root: Path) -> list[tuple[dict[str, object], str]]:
             "3 bytes of uint16, but that is no whole number of tokens",
         ),
         ({"tokens": "bin.bin"}, "bin.bin.json: is not JSON"),
-        ({"tokens": "list.bin"}, "list.bin.json: is not a JSON object"),
+        ({"tokens": "list.bin"}, "list.bin.json: expected an object"),
     ]
 
 

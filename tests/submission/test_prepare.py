@@ -10,6 +10,7 @@ import pytest
 from hpcrun.checkpoint.lustre import storage
 from hpcrun.checkpoint.policy.capacity import plan_save_storage_in_time
 from hpcrun.errors import SiteError, SpecError, UsageError
+from hpcrun.mounts import MountEntry, find_mount
 from hpcrun.specs.load import render_job
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
@@ -67,8 +68,7 @@ def lustre(site: Site, monkeypatch: pytest.MonkeyPatch) -> Emulated:
     emulated = Emulated(site.path)
     monkeypatch.setenv("PATH", emulated.path)
     monkeypatch.setenv("HPCRUN_ROOT", str(emulated.mount / "runs"))
-    true = storage.find_mount
-    monkeypatch.setattr(storage, "find_mount", lambda path, _: true(path, emulated.mountinfo))
+    monkeypatch.setattr(storage, "find_mount", lambda path, _: find_mount(path, emulated.mountinfo))
     return emulated
 
 
@@ -98,7 +98,7 @@ def test_a_file_system_that_does_not_answer_does_not_hold_a_job_up(
 ) -> None:
     never = threading.Event()
 
-    def hang(path: Path, _: Path) -> storage.MountEntry:
+    def hang(path: Path, _: Path) -> MountEntry:
         never.wait(60)
         raise OSError(5, "gone")
 

@@ -17,6 +17,7 @@ import pytest
 
 from hpcrun.checkpoint.lustre.storage import StorageFinding, StoragePlan
 from hpcrun.checkpoint.parity.sets import choose_erasure_sets
+from hpcrun.checkpoint.policy import capacity
 from hpcrun.errors import SiteError, SpecError, UsageError
 from hpcrun.launch.agents.local_node import LocalNode
 from hpcrun.launch.rank_command import SRUN_OPTIONS_VARIABLE
@@ -34,7 +35,6 @@ from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.sweep import read_sweep
-from hpcrun.submission import request as requests
 from hpcrun.submission.prepare import prepare_job
 from hpcrun.submission.request import SubmissionRequest
 from hpcrun.submission.submit import SubmissionResult, dry_run, submit_job
@@ -887,7 +887,7 @@ def test_what_the_file_system_says_of_saves_is_told(
 ) -> None:
     finding = StorageFinding(level, "quota of the user, space: 4.0 KiB free, one save needs 1.0 GiB")
     told = StoragePlan(runs_root, "lustre", None, (), (StorageFinding("unknown", "quota"), finding))
-    monkeypatch.setattr(requests, "plan_save_storage_in_time", lambda *_, **__: told)
+    monkeypatch.setattr(capacity, "plan_save_storage_in_time", lambda *_, **__: told)
     if refused:
         with pytest.raises(SpecError, match=r"no save can be kept here: quota .* one save needs 1 GiB; make"):
             submit_job(ask(), lambda _: None)

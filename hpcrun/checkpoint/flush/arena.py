@@ -28,10 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from hpcrun.checkpoint.flush.shm_capacity import ShmCapacity, measure_shm_capacity
 from hpcrun.checkpoint.format import PART_ALIGN, align_size
 from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
+from hpcrun.checkpoint.policy.shm_capacity import ShmCapacity, measure_shm_capacity
 from hpcrun.errors import SiteError
 from hpcrun.files import OwnedDirectory, UntrustedFileError, is_tamper_proof_directory
 from hpcrun.units import format_bytes

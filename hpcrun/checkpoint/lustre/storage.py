@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from hpcrun.checkpoint.lustre.layout import (
     FileRequirement,
@@ -22,28 +22,14 @@ from hpcrun.checkpoint.lustre.layout import (
     select_usable_osts,
 )
 from hpcrun.checkpoint.lustre.lfs import LfsClient, LfsError, LustreQuota, LustreTarget
+from hpcrun.mounts import MOUNTINFO, find_mount
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.units import format_bytes
 
-MOUNTINFO = Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _NUMBER = re.compile(r"data-(\d{5,})\.bin", re.A)
 
 WarnCallback = Callable[[str], None]
-
-
-class MountEntry(NamedTuple):
-    """A mounted file system."""
-
-    kind: str
-    """As the kernel names it: lustre, ext4, nfs4, …; empty where unknown."""
-    point: Path
-    source: str
-
-    @property
-    def words(self) -> str:
-        """For people."""
-        return f"{self.kind or 'a file system of unknown kind'} at {self.point}"
 
 
 @dataclass(frozen=True)
@@ -85,34 +71,6 @@ class StoragePlan:
     def as_json(self) -> dict[str, Any]:
         """As `--json` prints it."""
         return asdict(self) | {"directory": str(self.directory)}
-
-
-def parse_mounts(text: str) -> list[MountEntry]:
-    """The lines of /proc/self/mountinfo, in order."""
-    findings = []
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        fields, rest = before.split(), after.split()
-        if len(fields) > 4 and len(rest) > 1:
-            point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-            findings.append(MountEntry(rest[0], Path(point), rest[1]))
-    return findings
-
-
-def find_mount(path: Path, mountinfo: Path = MOUNTINFO) -> MountEntry:
-    """The file system that holds a path, or will hold it once it is made."""
-    place = path.resolve()
-    best = MountEntry("", place, "")
-    try:
-        mounts = parse_mounts(mountinfo.read_text(encoding="utf-8", errors="surrogateescape"))
-    except OSError:
-        return best
-    depth = -1
-    for mount in mounts:
-        # Of several on one directory the last hides the others.
-        if place.is_relative_to(mount.point) and len(mount.point.parts) >= depth:
-            best, depth = mount, len(mount.point.parts)
-    return best
 
 
 class CheckpointStorage:

@@ -20,7 +20,7 @@ _SHORTEST, _LONGEST = format_duration(MIN_INTERVAL_S), format_duration(MAX_INTER
 AUTO_DESCRIPTION = f"as often as its measured cost allows, {_SHORTEST} to {_LONGEST} apart"
 """What `auto` means, for those who plan."""
 _SAMPLES = 4
-"""So many saves are looked back on."""
+"""The number of newest saves that are measured."""
 _MIN_CHANGE = 0.1
 """A smaller change of the interval is not worth a word."""
 
@@ -36,7 +36,7 @@ class ChosenInterval:
 
 
 def choose_interval(nodes: int, stall_s: float, flush_s: float) -> ChosenInterval:
-    """The interval for a job of so many nodes whose saves cost so much."""
+    """Return the interval for a job of this many nodes whose saves have this cost."""
     tier = LevelGroup((LevelSaveCost("memory", stall_s), LevelSaveCost("durable", 0.0, flush_s)))
     rate = sum(
         estimate.per_s or 0.0
@@ -65,7 +65,7 @@ def choose_interval(nodes: int, stall_s: float, flush_s: float) -> ChosenInterva
 
 
 class AutoInterval:
-    """Says when a save is due; the clock is the caller's."""
+    """Decides when a save is due; the caller has the clock."""
 
     def __init__(self, nodes: int, now: float) -> None:
         self._nodes, self._since = nodes, now
@@ -79,7 +79,7 @@ class AutoInterval:
         return now - self._since >= self.every_s
 
     def saved(self, now: float) -> None:
-        """A save was begun, for whatever reason."""
+        """Note that a save was begun, for any reason."""
         self._since = now
 
     def take(self, metric: Metric) -> ChosenInterval | None:

@@ -37,7 +37,7 @@ class FailurePrior:
     per_node_day: float
     source: str
     weight: float = 2.0
-    """As much as so many failures that were seen oneself."""
+    """It counts as much as this many observed failures."""
 
 
 _STOPS_PER_NODE_DAY = 419 / 54 / (16384 / 8)
@@ -52,7 +52,7 @@ FAILURE_PRIORS: Mapping[FailureKind, FailurePrior] = {
     ),
     "site": FailurePrior(0.15 * _STOPS_PER_NODE_DAY, f"{_LLAMA_SOURCE}; {_SCR_SOURCE}"),
 }
-"""None for the file system: nobody publishes how often one loses a save."""
+"""None for the file system: no published figures say how often one loses a save."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class FailureHistory:
 
 @dataclass(frozen=True)
 class FailureRate:
-    """How often a job of so many nodes meets a kind of failure."""
+    """How often a job of this many nodes meets a kind of failure."""
 
     kind: FailureKind
     per_s: float | None
@@ -99,10 +99,10 @@ class FailureRate:
 def estimate_failure_rates(
     seen: FailureHistory, nodes: int, given: Mapping[FailureKind, float] | None = None
 ) -> list[FailureRate]:
-    """The rate of each kind for a job of so many nodes; `given` (a second, of the job) is taken as it is.
+    """Estimate the rate of each kind for a job of this many nodes; `given` rates are a second, of the job.
 
-    The mean of the Gamma distribution that comes of a prior (shape: its weight, rate: weight over its mean)
-    and of n failures in so many node-seconds: (weight + n) / (weight / prior + node-seconds).
+    The mean of the Gamma distribution of a prior (shape: its weight, rate: weight over its mean) and n
+    failures in a number of node-seconds: (weight + n) / (weight / prior + node-seconds).
     """
     rates = given or {}
     return [

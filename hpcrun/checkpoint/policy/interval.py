@@ -1,10 +1,10 @@
-"""How often to save at each level: from what a save costs, how long its flush takes, and how often runs fail.
+"""How often to save at each level: from the cost of a save, the time of its flush, and the failure rates.
 
-Levels that are taken at the same steps are a tier. Failures that a tier survives, and no nearer one, cost
+Levels that are saved at the same steps are a tier. Failures that a tier survives, and no nearer one, cost
 half of its interval each, and each save costs the time that training visibly waits: the sum is least at the
 interval of J. W. Young (Communications of the ACM 17, 1974), with the term of higher order of J. T. Daly
-(Future Generation Computer Systems 22, 2006). Training continues during a flush: that is no cost, but adds
-to what a failure loses, and no interval may be shorter than the flush, or saves pile up.
+(Future Generation Computer Systems 22, 2006). Training continues during a flush: that is no cost, but adds to
+what a failure loses, and no interval may be shorter than the flush, or saves pile up.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hpcrun.units import format_duration
 
 BacklogPolicy = Literal["wait", "skip", "degrade"]
 DEFAULT_OVERHEAD_BOUND = 0.03
-"""The share of time that saving may cost, unless a person says otherwise."""
+"""The share of time that saving may cost by default."""
 _MIN_INTERVAL_S = 1.0
 """Nothing is gained by saves that come more often."""
 
@@ -35,12 +35,12 @@ class LevelSaveCost:
     flush_s: float = 0.0
     """That the level itself takes, in the background."""
     restart_s: float = 0.0
-    """From a failure until training goes on from this level."""
+    """From a failure until training continues from this level."""
 
 
 @dataclass(frozen=True)
 class LevelGroup:
-    """Levels that are taken at the same steps."""
+    """Levels that are saved at the same steps."""
 
     costs: tuple[LevelSaveCost, ...]
 
@@ -73,7 +73,7 @@ class SaveInterval:
     every_s: float
     """Training between two saves."""
     times: int
-    """So many times the interval of the tier before; 1 for the first."""
+    """How many intervals of the tier before it takes; 1 for the first."""
     rate_per_s: float
     """Of the failures that it is there for."""
     reasons: tuple[str, ...]
@@ -232,13 +232,13 @@ def _minimum_intervals(
 
 
 class _IntervalGoal(NamedTuple):
-    """How long an interval is wanted, and must be."""
+    """How long an interval should be, and must be."""
 
     wanted_s: float
     floor_s: float
     why: str
     is_bound: bool
-    """Whether what is wanted is also a floor."""
+    """Whether the wanted interval is also the shortest allowed."""
 
 
 def _round_to_multiple(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RetentionVerdict:
-    """What becomes of one committed generation, and why."""
+    """Whether one committed generation is kept, and why."""
 
     key: str
     step: int
@@ -24,20 +24,20 @@ class RetentionVerdict:
 
 @dataclass(frozen=True)
 class RetentionRule:
-    """What a job wants to keep."""
+    """What a job keeps."""
 
     newest: int
-    """So many of the newest; one at least, whatever is asked for."""
+    """This many of the newest; at least one."""
     every: int = 0
     """Besides, steps that are a multiple of this; 0: none."""
 
     def judge(
         self, committed: Iterable[tuple[str, int]], pinned: Collection[str] = (), broken: Collection[str] = ()
     ) -> list[RetentionVerdict]:
-        """What becomes of each generation, given as key and step in the order of descent, oldest first.
+        """Judge each generation, given as key and step in the order of descent, oldest first.
 
-        `pinned`: keys that somebody points at or reads. `broken`: keys known to be damaged; they stay:
-        whether they can be repaired is for others to tell.
+        `pinned`: keys that a link points at or that are being read. `broken`: keys known to be damaged; they
+        are kept: whether they can be repaired is decided elsewhere.
         """
         ordered = list(committed)
         whole = [key for key, _ in ordered if key not in broken]
@@ -61,7 +61,7 @@ class RetentionRule:
 
 
 def find_linked_saves(checkpoints: Path) -> set[str]:
-    """The names of saves that a symbolic link beside them points at, such as a person's `latest`."""
+    """Return the names of saves that a symbolic link next to them points at, such as a user's `latest`."""
     try:
         links = [entry for entry in checkpoints.iterdir() if entry.is_symlink()]
         return {link.readlink().name for link in links}
@@ -70,9 +70,9 @@ def find_linked_saves(checkpoints: Path) -> set[str]:
 
 
 def count_kept_saves(steps: int, every: int, rule: RetentionRule) -> int:
-    """How many saves lie on the disk at most after a run of so many steps with a save each `every` steps.
+    """Return how many saves are on the disk at most in a run of `steps` steps with a save each `every` steps.
 
-    A new save is whole before the oldest one goes: one more than the rule keeps.
+    A new save is complete before the oldest one is removed: one more than the rule keeps.
     """
     made = steps // every + (steps % every > 0) if every else 1
     milestones = (

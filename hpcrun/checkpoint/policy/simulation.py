@@ -1,7 +1,7 @@
-"""A run that saves at several levels and fails as a trace says: how much of its time was training it kept.
+"""Simulates a run that saves at several levels and fails as a trace says: the share of useful time.
 
-Between failures the saves of a run repeat, so that one cycle of them is played through step by step, slots,
-flush and waiting included, and the rest is arithmetic: years of a run with a thousand failures take little.
+Between failures the saves of a run repeat, so one cycle of them is simulated step by step, with slots, flush
+and waiting, and the rest is arithmetic: years of a run with a thousand failures take little time.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class IntervalCandidate:
 
 @dataclass(frozen=True)
 class AdviceCheck:
-    """What a simulated run says of recommended intervals."""
+    """What a simulated run shows about recommended intervals."""
 
     at: Mapping[float, IntervalCandidate]
     """By factor: half, once and twice the recommended intervals."""
     best: IntervalCandidate
-    """The best of all that were tried."""
+    """The best of all candidates."""
     failures: int
 
 
@@ -61,7 +61,7 @@ class _SaveCycle:
 
     length_s: float
     ends: list[float]
-    """When each save is over and training goes on."""
+    """When each save is over and training continues."""
     stored: dict[CheckpointLevel, tuple[list[int], list[float]]] = field(default_factory=dict)
     """For each level: which saves it gets, and when it has each; in this order."""
 
@@ -85,9 +85,9 @@ def simulate_run(
     slots: int = 2,
     on_backlog: BacklogPolicy = "wait",
 ) -> SimulationResult:
-    """A run of so long with these intervals; each has to be a multiple of the one before.
+    """Simulate a run of this length with these intervals; each has to be a multiple of the one before.
 
-    A failure ends the flushes that are under way, and a restart that is struck again begins anew.
+    A failure ends the flushes in progress, and a restart that is hit again begins anew.
     """
     times = [max(1, round(each / every_s[0])) for each in every_s]
     cycle = _simulate_cycle(tiers, times, every_s[0], slots, on_backlog)
@@ -113,7 +113,7 @@ def check_advice(
 ) -> AdviceCheck | None:
     """Try the recommended intervals, their halves and doubles, and a grid around them, on the same trace.
 
-    Failures that no level survives are left out; None where no rate is known.
+    Failures that no level survives are left out; None if no rate is known.
     """
     rates = {kind: rate for kind, rate in rates.items() if find_covering_level(tiers, kind) is not None}
     total = math.fsum(rates.values())
@@ -142,7 +142,7 @@ def check_advice(
 
 
 class _SimulatedRun:
-    """Where a run stands: how far it has come, and what each level has of it."""
+    """The state of a simulated run: how far it is, and which of its saves each level has."""
 
     def __init__(self, tiers: Sequence[LevelGroup], cycle: _SaveCycle, every_s: float) -> None:
         self._costs = [cost for tier in tiers for cost in tier.costs]
@@ -154,7 +154,7 @@ class _SimulatedRun:
         self.failures = 0
 
     def train(self, until: float) -> None:
-        """Go on from the newest save until this moment."""
+        """Continue from the newest save until this moment."""
         passed = until - self._begin
         if passed <= 0:
             return
@@ -190,7 +190,7 @@ class _SimulatedRun:
         return 0
 
     def fail(self, at: float, kind: FailureKind) -> None:
-        """What it loses, and from where it goes on."""
+        """Apply a failure: what is lost, and from where the run continues."""
         self.train(at)
         reached, self.failures = self.position_s, self.failures + 1
         left = [cost for cost in self._costs if kind in SURVIVED_FAILURES[cost.level]]

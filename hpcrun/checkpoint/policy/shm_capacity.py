@@ -1,7 +1,7 @@
-"""How much more may be kept in memory here: what the file system, the cgroups and the machine still allow.
+"""How much more fits into shared memory here: by the file system, the cgroups and the machine.
 
-Shared memory counts as memory of the cgroup that touches it first; Slurm's --mem is such a limit. A cgroup
-stands under all limits of those above it. Pages of files that are only cached give way, and do not count.
+Shared memory counts as memory of the cgroup that touches it first; Slurm's --mem is such a limit. A cgroup is
+also under the limits of those above it. Pages of files that are only cached give way, and do not count.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from hpcrun.units import format_bytes
 
 _MARGIN = 16
-"""One part in so many of a limit stays free: training itself grows."""
+"""One part in this many of a limit stays free: training itself grows."""
 _NO_LIMIT = 1 << 60
-"""Version 1 of cgroups says about 2**63 where there is none."""
+"""Version 1 of cgroups shows about 2**63 if there is no limit."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ShmCapacity:
 
 
 def measure_shm_capacity(folder: Path, root: Path = Path("/")) -> ShmCapacity:
-    """How much fits into a folder of shared memory, for this process; `root` for a captured tree."""
+    """Measure how much fits into a folder of shared memory, for this process; `root` for a captured tree."""
     status = os.statvfs(folder)
     rooms = [ShmCapacity(status.f_bavail * status.f_frsize, f"free in {folder}"), *_cgroup_capacities(root)]
     if (available := _read_table(root / "proc/meminfo").get("MemAvailable:")) is not None:
@@ -52,12 +52,12 @@ def _cgroup_capacities(root: Path) -> Iterator[ShmCapacity]:
             continue
         place = Path(path.lstrip("/"))
         for inner in (place, *place.parents):
-            # What lies above a container's own root cannot be seen from inside.
+            # Limits above a container's own root are not visible from inside.
             limit, used = (_read_limit(top / inner / name) for name in names)
             if limit is None or used is None or limit >= _NO_LIMIT:
                 continue
-            told = _read_table(top / inner / "memory.stat")
-            cached = told.get("total_inactive_file", told.get("inactive_file", 0))
+            statistics = _read_table(top / inner / "memory.stat")
+            cached = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
             left = limit - limit // _MARGIN - max(0, used - cached)
             yield ShmCapacity(
                 max(0, left), f"memory left in cgroup {top / inner}, limit {format_bytes(limit)}"
