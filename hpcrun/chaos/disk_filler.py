@@ -27,7 +27,7 @@ class DiskFiller:
 
     def __init__(self, where: Path, run: Path, *, force: bool) -> None:
         if not where.is_dir():
-            raise UsageError(f"{where}: is no directory on {os.uname().nodename}")
+            raise UsageError(f"{where}: is not a directory on {os.uname().nodename}")
         kind = find_mount(where).kind
         self.description = f"a file system of type {kind or 'unknown'}"
         if not force and where.stat().st_dev == run.stat().st_dev:

@@ -67,21 +67,23 @@ def parse_fault(values: Mapping[str, Any]) -> tuple[InjectedFault | None, list[S
     """Parse a fault from plain values (do, rank, random, signal, for, …), or list all that is wrong."""
     do = values.get("do")
     if do not in FAULT_KINDS:
-        problem = "is missing" if do is None else f"{do!r} is no fault"
+        problem = "is missing" if do is None else f"{do!r} is not a fault"
         return None, [SpecProblem("do", f"{problem}; there are: {', '.join(FAULT_KINDS)}")]
     kind = FAULT_KINDS[do]
     given = {key: value for key, value in values.items() if value is not None and value is not False}
     allowed = {"do", *kind.takes, *(() if kind.at == "run" else (kind.at, "random", "seed"))}
     names = ", ".join(sorted(allowed - {"do"})) or "nothing"
     problems = [
-        SpecProblem(key, f"is nothing that {do} takes; it takes: {names}")
+        SpecProblem(key, f"is not a key of {do}; its keys are: {names}")
         for key in given
         if key not in allowed
     ]
-    problems += [SpecProblem(key, f"is missing, which {do} needs") for key in kind.needs if key not in given]
+    problems += [SpecProblem(key, f"is missing; {do} needs it") for key in kind.needs if key not in given]
     problems += _check_target(kind, given)
     fields: dict[str, Any] = {}
-    for key in given.keys() & allowed & _FIELD_PARSERS.keys():
+    for key in given:
+        if key not in allowed or key not in _FIELD_PARSERS:
+            continue
         name, parse = _FIELD_PARSERS[key]
         try:
             fields[name] = parse(given[key])
@@ -94,7 +96,7 @@ def _check_target(kind: FaultKind, given: Mapping[str, Any]) -> list[SpecProblem
     if kind.at == "run":
         return []
     if (kind.at in given) == ("random" in given):
-        advice = "give only one of them" if kind.at in given else "say which, or take one at random"
+        advice = "give only one of them" if kind.at in given else "name one, or take one at random"
         return [SpecProblem(kind.at, f"{advice}: {kind.at} or random")]
     if "seed" in given and "random" not in given:
         return [SpecProblem("seed", "is for random; give both, or neither")]
@@ -118,7 +120,7 @@ def _parse_signal(value: Any) -> int:
     try:
         return signal.Signals[name]
     except KeyError:
-        raise UsageError(f"{value!r} is no signal; write a name such as KILL, TERM, SEGV or BUS") from None
+        raise UsageError(f"{value!r} is not a signal; write a name such as KILL, TERM, SEGV or BUS") from None
 
 
 def _value_parser(is_allowed: Callable[[Any], bool], problem: str) -> Callable[[Any], Any]:
@@ -133,27 +135,29 @@ def _value_parser(is_allowed: Callable[[Any], bool], problem: str) -> Callable[[
 _FIELD_PARSERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "rank": (
         "rank",
-        _value_parser(lambda value: isinstance(value, int) and value >= 0, "is no rank; ranks count from 0"),
+        _value_parser(
+            lambda value: isinstance(value, int) and value >= 0, "is not a rank; ranks count from 0"
+        ),
     ),
     "node": (
         "node",
-        _value_parser(lambda value: isinstance(value, str) and value != "", "is no node's name"),
+        _value_parser(lambda value: isinstance(value, str) and value != "", "is not a node's name"),
     ),
-    "seed": ("seed", _value_parser(lambda value: isinstance(value, int), "is no whole number")),
+    "seed": ("seed", _value_parser(lambda value: isinstance(value, int), "is not a whole number")),
     "signal": ("signal", _parse_signal),
     "for": ("for_s", lambda value: parse_fault_seconds(value, "for")),
     "share": (
         "share",
         _value_parser(
             lambda value: isinstance(value, int | float) and 0 < value < 1,
-            "is no share; write a number between 0 and 1, such as 0.5",
+            "is not a share; write a number between 0 and 1, such as 0.5",
         ),
     ),
     "where": (
         "where",
         _value_parser(
             lambda value: isinstance(value, str) and value.startswith("/"),
-            "is no absolute path of a directory",
+            "is not an absolute path of a directory",
         ),
     ),
     "leave": ("leave_mib", lambda value: parse_memory(str(value), "leave")),

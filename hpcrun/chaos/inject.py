@@ -111,7 +111,7 @@ def find_target(run: RunDir, fault: InjectedFault) -> InjectionTarget:
     placed = read_placement(attempts[-1].placement) if attempts else None
     if placed is None or not record:
         raise TargetNotReadyError(
-            f"{run.id} is about to start; there is nobody to strike yet, ask again in a moment"
+            f"{run.id} is about to start; there is no target yet; try again in a moment"
         )
     supervisor = parse_typed(SupervisorProcess, record, allow_extra=True)
     placement, number = placed[0], attempts[-1].number
@@ -145,7 +145,7 @@ def _choose_target(
     spared = short_host_name(supervisor.host) if fault.do == "vanish" and not fault.force else None
     among = [node for node in nodes if short_host_name(node) != spared]
     if not among:
-        raise UsageError(f"{run.id}: its one node has its supervisor as well; --force takes it all the same")
+        raise UsageError(f"{run.id}: its only node also has its supervisor; --force takes it nevertheless")
     return replace(fault, node=generator.choice(among), seed=seed)
 
 
@@ -167,7 +167,7 @@ def _require_node(
     if fault.node not in nodes:
         spares = f", and as spares {fold_hosts(placement.spares)}" if placement.spares else ""
         raise UsageError(
-            f"node {fault.node}: is none of {run.id}; its ranks stand on"
+            f"node {fault.node}: is not a node of {run.id}; its ranks are on"
             f" {fold_hosts(placement.nodes)}{spares}"
         )
     if fault.do == "kill-agent" and (
@@ -178,7 +178,7 @@ def _require_node(
         others = [node for node in nodes if short_host_name(node) != host]
         instead = f"name another ({fold_hosts(others)}), or " if others else ""
         raise UsageError(
-            f"node {fault.node}: has the supervisor of {run.id} as well, without which the run ends;"
+            f"node {fault.node}: also has the supervisor of {run.id}, without which the run ends;"
             f" {instead}use --force"
         )
 

@@ -70,7 +70,7 @@ def _parse_step(values: Mapping[str, Any], place: str) -> tuple[ScenarioStep | N
     if (at is None) == (step is None):
         problems.append(SpecProblem("at", "give a time, at: 10s, or a step, step: 20; one of them"))
     elif step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-        problems.append(SpecProblem("step", f"{step!r} is no step; write a whole number"))
+        problems.append(SpecProblem("step", f"{step!r} is not a step; write a whole number"))
     elif at is not None and at != 0:
         try:
             at_s = parse_fault_seconds(at, "at")
@@ -95,9 +95,7 @@ def _check_order(before: list[ScenarioStep], scene: ScenarioStep) -> list[SpecPr
         ),
     ):
         if value is not None and earlier and value < max(earlier):
-            return [
-                SpecProblem(key, f"{scene.when} stands after a later one; put them in order", scene.place)
-            ]
+            return [SpecProblem(key, f"{scene.when} is after a later one; put them in order", scene.place)]
     return []
 
 

@@ -258,7 +258,8 @@ def _inspect_tokens(data: DataSpec, path: Path) -> Corpus:
     size = _regular_file_size(path)
     sidecar = load_token_sidecar(path)
     if sidecar is None and data.dtype is None:
-        raise UsageError(f"{path}: no {token_sidecar_path(path).name} beside it; say dtype: uint16 or uint32")
+        name = token_sidecar_path(path).name
+        raise UsageError(f"{path}: no {name} next to it; set dtype: uint16 or uint32")
     if sidecar and data.dtype not in (None, sidecar.dtype):
         raise UsageError(
             f"{path}: dtype {data.dtype} was asked for, its sidecar says {sidecar.dtype}; remove dtype"
@@ -267,7 +268,7 @@ def _inspect_tokens(data: DataSpec, path: Path) -> Corpus:
     tokens, rest = divmod(size, TOKEN_ITEM_SIZE[dtype])
     if rest or (sidecar and tokens != sidecar.tokens):
         expected = (
-            f"its sidecar says {sidecar.tokens} tokens" if sidecar else "that is no whole number of tokens"
+            f"its sidecar says {sidecar.tokens} tokens" if sidecar else "that is not a whole number of tokens"
         )
         raise UsageError(
             f"{path}: {size} bytes of {dtype}, but {expected}; the file is truncated or not of that "

@@ -43,7 +43,7 @@ def check_all_connections(allocation: Allocation, interface: str | None) -> tupl
         for step in steps:
             step.close()
     absent = [
-        Finding("error", "connection", step.node, f"took no part in the trial of connections: {step.error}")
+        Finding("error", "connection", step.node, f"took no part in the connection test: {step.error}")
         for step in steps
         if step.error
     ]
@@ -83,7 +83,7 @@ class _ConnectivityStep:
         if self.place is None and not self.error:
             self._child.kill()
             assert self._child.stderr is not None
-            self.error = (self._child.stderr.read().strip().splitlines() or ["it said nothing"])[-1]
+            self.error = (self._child.stderr.read().strip().splitlines() or ["it printed nothing"])[-1]
 
     def receive_result(self, places: Mapping[str, Any]) -> None:
         """Send the addresses of the others, and receive which of them the node has not reached."""
@@ -98,7 +98,7 @@ class _ConnectivityStep:
         if isinstance(failed, dict):
             self.failed = failed
         else:
-            self.error = "it ended before it had tried"
+            self.error = "it ended before its attempts"
 
     def _line(self) -> dict[str, Any]:
         assert self._child.stdout is not None

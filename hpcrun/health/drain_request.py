@@ -104,7 +104,7 @@ def check_webhook_url(url: str) -> str:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port
     except ValueError:
-        raise UsageError("--webhook: is no URL; write https://HOST/PATH") from None
+        raise UsageError("--webhook: is not a URL; write https://HOST/PATH") from None
     if not host or not (parts.scheme == "https" or (parts.scheme == "http" and _is_loopback(host))):
         raise UsageError("--webhook: must be https://HOST/PATH (http:// to this machine alone)")
     return host

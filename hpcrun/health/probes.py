@@ -174,7 +174,7 @@ def probe_gpus(place: CheckTarget) -> list[Finding]:
     if not place.gpus:
         return []
     if shutil.which("nvidia-smi") is None:
-        return [Finding("unknown", "gpu", "", "there is no nvidia-smi that could tell how the GPUs are")]
+        return [Finding("unknown", "gpu", "", "there is no nvidia-smi to query the GPUs with")]
     return check_gpu_health(place.gpus, 1.8, read_recent_xids(1.0), place.xids)
 
 

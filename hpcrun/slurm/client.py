@@ -45,7 +45,7 @@ def cluster_from_environment(environ: Mapping[str, str]) -> tuple[str, str] | No
     variables = [(name, environ[name].strip()) for name in _CLUSTERS if environ.get(name, "").strip()]
     if len({value for _, value in variables}) > 1:
         shown = " and ".join(f"{name} is {value}" for name, value in variables)
-        raise UsageError(f"{shown}: which cluster is meant? unset one of the two")
+        raise UsageError(f"{shown}: they name different clusters; unset one of the two")
     return variables[0] if variables else None
 
 

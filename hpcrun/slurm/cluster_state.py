@@ -75,7 +75,7 @@ def query_cluster(slurm_cluster: str | None = None, timeout_s: float = 30.0) -> 
     """
     slurm_cluster = choose_cluster(slurm_cluster)
     if slurm_cluster is not None and not _CLUSTER.fullmatch(slurm_cluster):
-        raise UsageError(f"{slurm_cluster!r}: is no name of a cluster; `sacctmgr show cluster` lists them")
+        raise UsageError(f"{slurm_cluster!r}: is not a cluster's name; `sacctmgr show cluster` lists them")
     answers: dict[str, str] = {}
     for name in CLUSTER_QUERIES:
         if name == "sinfo" and parse_scontrol_nodes(answers["nodes"]):

@@ -98,7 +98,7 @@ def _check_shape(script: _RenderedScript) -> Iterator[tuple[str, str]]:
     if not re.match(r"#!\s*/\S*(/bash|env bash)\b", script.text):
         yield "directives", "the script does not begin with #!/bin/bash"
     if "\r" in script.text:
-        yield "directives", "the script holds a carriage return; sbatch refuses Windows line ends"
+        yield "directives", "the script contains a carriage return; sbatch refuses Windows line ends"
     if len(script.text.encode()) >= MAX_SCRIPT_BYTES:
         yield (
             "directives",
@@ -113,11 +113,11 @@ def _check_shape(script: _RenderedScript) -> Iterator[tuple[str, str]]:
 
 _COUNTS = "the run counts on its nodes and ranks"
 _REASONS = {
-    "time": "what is done before the limit depends on it",
-    "time-min": "Slurm would shorten the job's time, and what is done before the limit depends on it",
+    "time": "the save before the limit depends on it",
+    "time-min": "Slurm would shorten the job's time, and the save before the limit depends on it",
     "array": "elements and their files are counted by it",
-    "clusters": "the job would be looked for elsewhere; the profile's slurm_cluster says where it goes",
-    "dependency": "the job waits for what it asks, and nothing else",
+    "clusters": "hpcrun would look for the job elsewhere; set slurm_cluster in the profile instead",
+    "dependency": "--after and --after-any set it",
     "wait": "sbatch would not return",
 }
 
@@ -139,7 +139,7 @@ def _check_directives(script: _RenderedScript) -> Iterator[tuple[str, str]]:
     last = [o for o in options if o in ("requeue", "no-requeue")][-1:]
     if last != ["requeue" if context.requeue else "no-requeue"] and (context.requeue or last):
         problem = (
-            "--requeue is missing" if context.requeue else "--requeue stands although the job forbids it"
+            "--requeue is missing" if context.requeue else "--requeue is set although the job forbids it"
         )
         yield "directives", f"{problem}: write it under {{% if requeue %}}"
 
@@ -151,7 +151,7 @@ def _check_sizes(script: _RenderedScript) -> Iterator[tuple[str, str]]:
         if name not in FIXED_OPTIONS or (name == "time" and "time" not in requested):
             continue
         if name not in requested:
-            yield "directives", f"{option} must not stand here: {_REASONS.get(name, _COUNTS)}"
+            yield "directives", f"{option} must not be set: {_REASONS.get(name, _COUNTS)}"
         elif option.value != requested[name]:
             expected = f"--{name}" + (f"={requested[name]}" if requested[name] else "")
             reason = _REASONS.get(name, _COUNTS)
@@ -203,7 +203,7 @@ def _check_launch(script: _RenderedScript) -> Iterator[tuple[str, str]]:
     if not re.search(r"^\s*export SUBMITIT_EXECUTOR=slurm\s*$", script.text, re.MULTILINE):
         yield "environment", "`export SUBMITIT_EXECUTOR=slurm` is missing: the job would not find itself"
     if script.launch_at is None:
-        yield "launch", "{{ launch }} must stand in it once, as a command of its own"
+        yield "launch", "{{ launch }} must occur once, as a separate command"
     elif script.command.split()[0] in ("srun", "mpirun", "mpiexec"):
         yield (
             "launch",
@@ -224,7 +224,7 @@ def _check_secrets(script: _RenderedScript) -> Iterator[tuple[str, str]]:
     for name, value in os.environ.items():
         if re.fullmatch(_SECRET, name, re.I) and len(value) >= 8 and value in script.text:
             line = next((line for line in script.text.split("\n") if value in line), "")
-            yield f"line:{line}", f"the script holds the value of your variable {name}"
+            yield f"line:{line}", f"the script contains the value of your variable {name}"
 
 
 def _check_syntax(script: _RenderedScript) -> Iterator[tuple[str, str]]:

@@ -67,7 +67,7 @@ def draft_profile(live: LiveCluster) -> ProfileDraft:
         _gpus(live),
         _mpi(live),
         _topology(live),
-        _DraftSection(["What no Slurm command tells; the values are examples."], {}, _REST),
+        _DraftSection(["What no Slurm command reports; the values are examples."], {}, _REST),
     ]
     values: dict[str, Any] = {}
     for part in parts:
@@ -96,8 +96,8 @@ def _remarks(lines: Iterable[str]) -> str:
 
 _HEAD = [
     "A draft of a cluster's profile. Keys without a `#` were measured (scontrol). A `#` right before",
-    "a key or its indentation marks what Slurm does not know: fill it in and take the `#` away. What is left",
-    "out keeps its default. `hpcrun cluster check` says later whether the measured part still holds.",
+    "a key or its indentation marks what Slurm does not know: fill it in and remove the `#`. What is left",
+    "out keeps its default. Later, `hpcrun cluster check` compares the measured part with the cluster.",
 ]
 _REST = """
 account: proj                   # for jobs that name none
@@ -118,7 +118,7 @@ log_roots: [/scratch, /home]    # a run directory elsewhere is refused
 def _identity(live: LiveCluster) -> _DraftSection:
     name = _word(live.slurm_cluster or live.config.cluster)
     values: dict[str, Any] = {"name": name or UNNAMED}
-    remarks = [] if name else ["name: unknown, Slurm does not say it; write it here"]
+    remarks = [] if name else ["name: unknown, Slurm does not report it; write it here"]
     if "config" in live.unknown:
         remarks.append(f"the configuration: {live.unknown['config']}")
     by_hand = "default: true                   # taken when a job names no cluster"
@@ -192,7 +192,7 @@ def _partition(partition: Partition, live: LiveCluster) -> tuple[dict[str, Any],
         elif len(counts) > 1:
             notes.append(f"{key}: the nodes differ in their {words}: {_listed(counts)}; write what jobs get")
         else:
-            notes.append(f"{key}: unknown, Slurm does not say it")
+            notes.append(f"{key}: unknown, Slurm does not report it")
     return values, notes
 
 
@@ -215,7 +215,7 @@ def _gpus(live: LiveCluster) -> _DraftSection:
     if not any(node.gpus for node in live.nodes):
         return _DraftSection(["No node has GPUs that Slurm counts."], {"gpus": {"request": "none"}})
     if not select:
-        return _DraftSection(["gpus.request: unknown, Slurm does not say its SelectType"], {}, by_hand)
+        return _DraftSection(["gpus.request: unknown, Slurm does not report its SelectType"], {}, by_hand)
     request = "gpus-per-node" if accepts_gpu_options(select) else "gres"
     kinds = sorted({node.gpu_type for node in live.nodes if node.gpu_type})
     remarks = [f"SelectType={select}" + (f"; types of GPUs: {', '.join(kinds)}" if kinds else "")]
@@ -303,7 +303,7 @@ def _profile_differences(profile: ClusterSpec, live: LiveCluster) -> Iterator[_P
     asks = any(spec.gpus_per_node for spec in profile.partitions.values())
     if asks and not takes:
         line = f"the profile says {profile.gpus.request}, {select} takes only gres"
-        unknown = "unknown: Slurm does not say its SelectType"
+        unknown = "unknown: Slurm does not report its SelectType"
         yield _ProfileDifference(f"gpus.request: {line if select else unknown}", bool(select))
     yield from _compare_topology(profile.topology, live)
 
@@ -338,7 +338,7 @@ def _compare_limit(
     key: str, written: str, stated: float, actual: float | None, is_time: bool
 ) -> Iterator[_ProfileDifference]:
     if actual is None:
-        yield _ProfileDifference(f"{key}: unknown: Slurm does not say it", False)
+        yield _ProfileDifference(f"{key}: unknown: Slurm does not report it", False)
     elif stated != actual:
         shown = render_time(actual) if is_time else "UNLIMITED" if math.isinf(actual) else f"{actual:g}"
         yield _ProfileDifference(f"{key}: the profile says {written}, the partition allows {shown}")
@@ -353,7 +353,7 @@ def _compare_nodes(name: str, spec: PartitionSpec, nodes: list[NodeRecord]) -> I
         where = f"partitions.{name}.{key}"
         actual = [value for node in nodes if (value := _value(node, key)) is not None]
         if not actual:
-            yield _ProfileDifference(f"{where}: unknown: Slurm says nothing of its nodes' {words}", False)
+            yield _ProfileDifference(f"{where}: unknown: Slurm does not report its nodes' {words}", False)
         elif not any(_agree(key, stated, value) for value in actual):
             yield _ProfileDifference(
                 f"{where}: the profile says {stated}, the nodes have {_listed(Counter(actual))}"

@@ -81,7 +81,7 @@ REFUSED_VARIABLES: dict[str, str] = {
     "SBATCH_CONTAINER": "containers come from `container` in the job",
     "SBATCH_CONTAINER_ID": "containers come from `container` in the job",
     "SBATCH_CPUS_PER_GPU": "use resources.cpus_per_rank",
-    "SBATCH_DEBUG": "it only makes sbatch say more",
+    "SBATCH_DEBUG": "it only makes sbatch more verbose",
     "SBATCH_DISTRIBUTION": _STEPS,
     "SBATCH_ERROR": _OWN,
     "SBATCH_EXPORT": "jobs get the environment that env and env_deny describe",
@@ -172,7 +172,7 @@ class _SbatchInputReader:
                 self._take_option(name, option, True if option in _FLAGS else value)
         elif name not in RESOURCE_KEY_OF_VARIABLE:
             self._notes.append(
-                f"{name} is not used: it is not known here; if it stands for an option of sbatch, give that"
+                f"{name} is not used: it is not known here; if it is an option of sbatch, give it"
                 " under resources.sbatch"
             )
         elif name == "SBATCH_GRES" and not re.search(r"(^|[,/])gpu(:|,|$)", value):
@@ -277,7 +277,7 @@ class _SbatchInputReader:
         partition = find_partition_spec(self._job, self._cluster)
         if match is None or (kind and kind.lower() != str(partition.gpu_type).lower()):
             raise UsageError(
-                f"{name} is {text}, which cannot be said of a job here; unset {name}, and use"
+                f"{name} is {text}, which a job cannot request here; unset {name}, and use"
                 " resources.gpus_per_node, and gpu_type in the profile"
             )
         count = int(match["count"] or 1)

@@ -175,7 +175,7 @@ def _requested_partitions(
         return [partition.name for partition in live.partitions if partition.is_default] if live else [], []
     names = [name.strip() for name in requested.split(",") if name.strip()]
     absent = [name for name in names if name not in there] if there else []
-    text = "{} is no partition of {}; there are: {}"
+    text = "{} is not a partition of {}; there are: {}"
     where = "this cluster" if live else f"the profile {cluster.name if cluster else ''}"
     make = make_precheck_warning if live is None else make_refusal
     findings = [make("resources.partition", text.format(name, where, ", ".join(there))) for name in absent]
@@ -333,7 +333,7 @@ def check_run_root_visibility(root: Path, cluster: ClusterSpec | None, file_syst
     if own is None and file_system not in _MEMORY_FILE_SYSTEMS:
         return []
     location = f"under {own}" if own else f"on a {file_system}"
-    text = f"{root}: is {location}, which compute nodes seldom share; if they do not, the job cannot start"
+    text = f"{root}: is {location}, which compute nodes rarely share; if they do not, the job cannot start"
     return [make_precheck_warning("", f"{text} (HPCRUN_ROOT chooses another place)")]
 
 

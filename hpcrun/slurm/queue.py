@@ -150,7 +150,7 @@ def _not_understood(command: str, answer: str) -> str:
     if any(_HEADS.match(line) for line in lines) or not lines:
         return ""
     words = "".join(letter if letter.isprintable() else "?" for letter in lines[0])[:_MOST_WORDS]
-    return f"{command} printed what is no list of jobs: {words!r}; is it Slurm's own {command}?"
+    return f"{command} printed no list of jobs: {words!r}; is it Slurm's own {command}?"
 
 
 def _problem_text(command: str, done: process.CompletedCommand) -> str:

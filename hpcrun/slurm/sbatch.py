@@ -73,7 +73,7 @@ def log_file_pattern(folder: Path, is_array: bool = False, ending: str = "out") 
     text = str(folder)
     if re.search(r"%[jtAa]", text) or not text.isprintable():
         raise UsageError(
-            f"{text!r}: no folder for a job: its name may not hold %j, %t, %A, %a or a control character;"
+            f"{text!r}: cannot be used for a job: its name contains %j, %t, %A, %a or a control character;"
             " set HPCRUN_ROOT to another place"
         )
     return f"{text.replace('%', '%%')}/{'%A_%a' if is_array else '%j'}_%t_log.{ending}"
@@ -167,7 +167,7 @@ def _submit_with_retries(
             time.sleep(pause)
             jobs = _find_jobs_of_script(path, where)
             if jobs:
-                note(f"the job is there all the same: {jobs[0]}")
+                note(f"the job is in the queue nevertheless: {jobs[0]}")
                 return JobId(jobs[0], cluster=cluster)
             if jobs is None:  # The job may exist: another submission could make a second one.
                 continue
@@ -183,7 +183,7 @@ def _submit_with_retries(
     if problem.kind == "unknown" or _is_transient(problem):
         jobs = _find_jobs_of_script(path, where)
         if jobs:
-            note(f"sbatch: {problem.text}; the job is there all the same: {jobs[0]}")
+            note(f"sbatch: {problem.text}; the job is in the queue nevertheless: {jobs[0]}")
             return JobId(jobs[0], cluster=cluster)
     left = f"; {problem.remedy}" if problem.remedy else ""
     if _is_transient(problem):

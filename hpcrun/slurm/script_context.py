@@ -45,7 +45,7 @@ class ContainerContext(SpecSection):
     runtime: Literal["pyxis", "apptainer", "singularity"] = Field(description="what runs it")
     image: SingleLineText = Field(description="image file or URI, as the runtime takes it")
     mounts: list[ContainerMount] = Field(
-        default=[], description="SOURCE:TARGET[:ro]; the run directory comes by itself"
+        default=[], description="SOURCE:TARGET[:ro]; the run directory is added"
     )
     workdir: SingleLineText | None = Field(default=None, description="working directory inside")
     options: list[SingleLineText] = Field(default=[], description="further words for the runtime")
@@ -76,7 +76,7 @@ class ScriptContext(SpecSection):
     module_purge: bool = Field(default=False, description="`module purge` first")
     module_init: list[NoNulText] = Field(default=[], description="the admin's lines that define `module`")
     env: dict[VariableName, NoNulText] = Field(
-        default={}, description="environment of the job; never holds a secret"
+        default={}, description="environment of the job; never contains a secret"
     )
     env_unset: list[VariableName] = Field(default=[], description="variables that are unset for the job")
     env_deny: list[VariablePattern] = Field(

@@ -217,13 +217,13 @@ class TemplateLibrary:
                     meant = f"did you mean {near[0]}? " if near else ""
                     yield (
                         f"{layer.path}:{block.lineno}",
-                        f"the block {block.name} is in nothing that this extends, so no script would hold it"
-                        f"; {meant}there are: {', '.join(sorted(defined))}",
+                        f"the block {block.name} is in no template that this extends, so no script would"
+                        f" contain it; {meant}there are: {', '.join(sorted(defined))}",
                     )
             for line in _text_outside(tree):
                 yield (
                     f"{layer.path}:{line}",
-                    "this stands outside of every block, so no script would hold it",
+                    "this is outside of every block, so no script would contain it",
                 )
 
     def render(self, template: BatchTemplate, values: Mapping[str, Any]) -> str:
@@ -237,7 +237,7 @@ class TemplateLibrary:
             line = text[broken.start() :].partition("\n")[0]
             place = self.text_location(template, line, "directives")
             raise UsageError(
-                f"{place}: a directive may not hold a line break, control character or backtick: {line}"
+                f"{place}: a directive must not contain a line break, control character or backtick: {line}"
             )
         return text
 
@@ -259,7 +259,7 @@ class TemplateLibrary:
             yield
         except TemplateSyntaxError as error:
             where = f"{error.filename or template.path}:{error.lineno}"
-            raise UsageError(f"{where}: {_one_line(error.message or 'is no template')}") from None
+            raise UsageError(f"{where}: {_one_line(error.message or 'is not a template')}") from None
         except TemplateNotFound as error:
             text = f"{error.name} does not exist"
             raise UsageError(f"{self._line_of(error, template)}: {text}") from None
@@ -294,7 +294,7 @@ def _is_template(path: Path) -> bool:
             return False
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    what = "is a link that leads nowhere" if path.is_symlink() else "is no file"
+    what = "is a link that leads nowhere" if path.is_symlink() else "is not a file"
     raise UsageError(f"{path}: {what}; put a template there, or take it away")
 
 
@@ -397,7 +397,7 @@ def _unquoted(value: Any) -> ShellCode:
     """Return a value unquoted: the admin vouches that it is no shell code."""
     text = _plain_text(value)
     if not text.isprintable():
-        raise TemplateRuntimeError("unquoted: the value holds a line break or control character")
+        raise TemplateRuntimeError("unquoted: the value contains a line break or control character")
     return as_shell_code(text)
 
 

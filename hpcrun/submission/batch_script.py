@@ -52,7 +52,7 @@ def cluster_runs_root(cluster: ClusterSpec | None) -> Path:
         return runs_root()
     root = Path(expand_path(cluster.root))
     if not root.is_absolute():
-        text = f"{root} is no absolute path here; set the variable that it names, or HPCRUN_ROOT"
+        text = f"{root} is not an absolute path here; set the variable that it names, or HPCRUN_ROOT"
         raise UsageError(f"root of the profile {cluster.name}: {text}")
     return root
 
@@ -113,7 +113,7 @@ def _refuse_backticks(options: Mapping[str, object]) -> None:
     for option, value in options.items():
         if "`" in str(value):
             key = RESERVED_OPTIONS.get(option) or f"resources.sbatch.{option}"
-            raise SpecError([SpecProblem(key, "may not hold a backtick; leave it out")])
+            raise SpecError([SpecProblem(key, "must not contain a backtick; leave it out")])
 
 
 def explain_script_error(error: ValidationError) -> SpecError:

@@ -65,7 +65,7 @@ def parse_assumed_costs(words: Sequence[str]) -> dict[str, float]:
             seconds[name] = parse_time(text, f"--assume {name}").seconds
         least = 0 if name not in FAILURE_KINDS else 1e-9
         if not least <= seconds[name] < 1e12:
-            raise UsageError(f"--assume {word}: {text} is no such time; write seconds, or 90s, 5m, 30d")
+            raise UsageError(f"--assume {word}: {text} is not a time; write seconds, or 90s, 5m, 30d")
     return seconds
 
 
@@ -136,16 +136,14 @@ class CostSources:
         longer = self.measured.levels.get(level, LevelTiming()).stall_s
         if longer is None or self.measured.levels[level].flush_s is None:
             return SourcedValue(
-                0.0, "in the background; how much that disturbs was not measured: taken as none"
+                0.0, "in the background; its cost to training was not measured: taken as none"
             )
-        return SourcedValue(
-            longer, f"in the background; steps beside it are longer by so much, {self._source}"
-        )
+        return SourcedValue(longer, f"in the background; steps during it are longer by this, {self._source}")
 
     def _flush(self, level: CheckpointLevel) -> SourcedValue:
         timing = self.measured.levels.get(level, LevelTiming())
         if level == "memory":
-            return SourcedValue(0.0, "how long the worker seals it is not recorded: taken as none")
+            return SourcedValue(0.0, "the time to seal it is not recorded: taken as none")
         if level == "durable" and not self.checkpoint.memory:
             return SourcedValue(0.0, "training waits until it is stored")
         if level in self.assumed:

@@ -252,14 +252,15 @@ def _plan_erasure_sets(
     domains: Mapping[str, Mapping[str, str | None]] = {}
     if network is None:
         notes.append(
-            "no network is known here (--topology FILE reads a captured one): only nodes are reckoned with"
+            "no network is known here (--topology FILE reads a captured one): only failures of single nodes"
+            " are considered"
         )
     else:
         try:
             nodes = preview_placement(spec, resolved.plan, network).placed.placement.nodes
             domains = failure_domains(network.fabric, nodes)
         except UsageError as error:
-            notes.append(f"where the job would stand is not known: {error}")
+            notes.append(f"the job's placement is not known: {error}")
     return choose_erasure_sets(
         nodes, domains, scheme=parity.scheme, set_size=parity.set_size, survive=parity.survive
     )

@@ -53,7 +53,7 @@ def _dependency_jobs(state: RunState, must_be_done: bool, note: NoteCallback) ->
         raise UsageError(f"{run.id}: was not submitted to Slurm, so no job can wait for it")
     if must_be_done and state.state == "unknown":
         remedy = "try again when it is, or use --after-any"
-        raise UsageError(f"--after {run.id}: how it stands is not known: {state.message}; {remedy}")
+        raise UsageError(f"--after {run.id}: its state is not known: {state.message}; {remedy}")
     return jobs
 
 

@@ -106,7 +106,7 @@ def _check_calls(fn: Callable[..., Any], calls: _Arguments) -> None:
     """UsageError for what is no function, or is not called so: the job would find out hours later."""
     name = getattr(fn, "__name__", type(fn).__name__)
     if not callable(fn):
-        raise UsageError(f"submit: a {name} is no function; give a function and then its arguments")
+        raise UsageError(f"submit: a {name} is not a function; give a function and then its arguments")
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # some of those written in C have none

@@ -81,6 +81,6 @@ def check_run_root(root: Path) -> None:
     # os.access, unlike Path.exists, also answers for a directory that may not be entered.
     place = next(path for path in (root, *root.absolute().parents) if os.access(path, os.F_OK))
     if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):
-        problem = "may not be written" if place.is_dir() else "is no directory"
+        problem = "may not be written" if place.is_dir() else "is not a directory"
         text = "set HPCRUN_ROOT to a directory that you may write"
         raise UsageError(f"{root}: no run directory can be made here: {place} {problem}; {text}")

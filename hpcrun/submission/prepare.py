@@ -80,7 +80,7 @@ def prepare_job(
     else:
         raise UsageError("no job file given; write `hpcrun train JOB.yaml`, or --resume RUN")
     if resolved.spec.sweep is not None:
-        raise resolved.mistake("sweep", "stands for several runs; hand them over with `hpcrun submit`")
+        raise resolved.mistake("sweep", "makes several runs; submit them with `hpcrun submit`")
     prepared = PreparedJob(resolved.spec, resolved.plan, resume)
     if world_size not in (None, prepared.ranks):
         ranks, degrees = prepared.ranks, prepared.spec.degrees
@@ -160,7 +160,7 @@ def _check_weights(resolved: ResolvedJob, resume: RunDir | None) -> None:
             raise NotADirectoryError
         wrong = why_quantised(directory) or why_precision_is_lost(read_hf_layout(directory), kept)
     except (FileNotFoundError, NotADirectoryError):
-        wrong = f"{weights} is no directory; give one with safetensors"
+        wrong = f"{weights} is not a directory; give one with safetensors"
     except UsageError as error:
         wrong = str(error)
     except OSError as error:

@@ -154,7 +154,7 @@ class PreparedSubmission:
         if given is not None:
             version = parse_slurm_version(given)
             if version is None:
-                raise UsageError(f"--slurm-version {given}: is no release of Slurm; write it as 24.05")
+                raise UsageError(f"--slurm-version {given}: is not a release of Slurm; write it as 24.05")
             return version
         live = self.live.version if self.live else None
         return live or (parse_slurm_version(self.cluster.slurm_version or "") if self.cluster else None)
@@ -395,7 +395,7 @@ def _load_job(request: SubmissionRequest, note: NoteCallback) -> ResolvedJob:
     sweep = run.sweep_of_element or run
     if not sweep.sweep.exists():
         if request.only_failed:
-            raise UsageError(f"{run.id} is no sweep, so --only-failed does not apply; leave it out")
+            raise UsageError(f"{run.id} is not a sweep, so --only-failed does not apply; leave it out")
         prepared = prepare.prepare_job(None, request.overrides, resume=run, until="plan")
         return ResolvedJob(prepared.spec, prepared.plan)
     resolved = load_run_job(sweep, request.overrides)

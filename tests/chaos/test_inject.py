@@ -225,8 +225,8 @@ def make(*, ranks: tuple[str, ...] = ("n1", "n1", "n2"), job: int | None = 7, up
     ("fault", "words"),
     [
         (InjectedFault("kill-rank", rank=3), "rank 3: r-.* has no such rank; there are: 0 to 2"),
-        (InjectedFault("vanish", node="n9"), "node n9: .*ranks stand on n.1-2., and as spares n3"),
-        (InjectedFault("slow", node="n3", for_s=1.0), "node n3: is none of"),
+        (InjectedFault("vanish", node="n9"), "node n9: .*ranks are on n.1-2., and as spares n3"),
+        (InjectedFault("slow", node="n3", for_s=1.0), "node n3: is not a node of"),
         (
             InjectedFault("vanish", node="n1"),
             "has the supervisor of r-.*name another .n.2-3.., or use --force",
@@ -327,7 +327,7 @@ def test_a_filler_takes_what_a_quota_leaves(tmp_path: Path, monkeypatch: pytest.
     [
         (".", "is on the file system that holds the run"),
         ("/proc", "is a file system of type proc, which other nodes may share"),
-        ("/nowhere", f"/nowhere: is no directory on {NODE}"),
+        ("/nowhere", f"/nowhere: is not a directory on {NODE}"),
     ],
 )
 def test_a_shared_file_system_is_not_filled(tmp_path: Path, where: str, words: str) -> None:
@@ -433,8 +433,8 @@ def test_all_that_is_wrong_with_a_scenario_is_told_before_anything_is_done(tmp_p
         "9 for",
     ]
     assert "has no unit; write 30s or 5m" in lines[0]
-    assert "'kill-rnak' is no fault; there are: kill-rank, stop-rank" in lines[1]
-    assert lines[8] == "8 at: 3 s stands after a later one; put them in order"
+    assert "'kill-rnak' is not a fault; there are: kill-rank, stop-rank" in lines[1]
+    assert lines[8] == "8 at: 3 s is after a later one; put them in order"
     path.write_text("do: kill-rank\n")
     with pytest.raises(SpecError, match="is no list"):
         load_scenario(path)

@@ -390,7 +390,7 @@ def test_all_mistakes_are_told_at_once_each_with_its_place(complain: Complain) -
         (["data.text=short.txt"], "data.text", ["4 tokens", "seq_len 16 takes 17", "a smaller seq_len"]),
         (["data={tokens: absent.bin}"], "data", ["/absent.bin: does not exist"]),
         (["data={tokens: empty}"], "data", ["/empty: is a directory", "use text for a directory"]),
-        (["data={tokens: zeros.bin}"], "data", ["no zeros.bin.json beside it; say dtype: uint16 or uint32"]),
+        (["data={tokens: zeros.bin}"], "data", ["no zeros.bin.json next to it; set dtype: uint16 or uint32"]),
         (["data={tokens: zeros.bin, dtype: uint16}"], "data", ["101 bytes of uint16", "truncated"]),
         (["data={tokens: nothing.txt, dtype: uint16}"], "data", ["/nothing.txt: is empty"]),
     ],
@@ -497,8 +497,8 @@ def test_weights_that_are_truncated(left: int, complain: Complain, monkeypatch: 
 
 def test_weights_that_are_no_directory(complain: Complain) -> None:
     for wrong, found in (
-        ("absent", "is no directory"),
-        ("corpus.txt", "is no directory"),
+        ("absent", "is not a directory"),
+        ("corpus.txt", "is not a directory"),
         ("x" * 300, "cannot be read: File name too long"),
     ):
         lines = complain("job.yaml", f"model.weights={wrong}")
@@ -510,7 +510,9 @@ def test_a_root_where_no_run_directory_can_be_made(
 ) -> None:
     for root in ("corpus.txt", "corpus.txt/below/it"):
         monkeypatch.setenv("HPCRUN_ROOT", root)
-        check(complain("job.yaml"), str(Path(root).absolute()), "corpus.txt is no directory; set HPCRUN_ROOT")
+        check(
+            complain("job.yaml"), str(Path(root).absolute()), "corpus.txt is not a directory; set HPCRUN_ROOT"
+        )
     for root in ("/proc/runs", "/proc/self/fd/runs", f"{Path.cwd()}/{'x' * 300}"):
         monkeypatch.setenv("HPCRUN_ROOT", root)
         # Only making it shows whether it can be made: what the run would be has been told by then.

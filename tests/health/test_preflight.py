@@ -26,7 +26,7 @@ from hpcrun.health.node_checks import (
     judge_program,
     judge_space,
 )
-from hpcrun.health.preflight import PreflightRequest, answer_preflight, run_probes
+from hpcrun.health.preflight import PreflightReport, PreflightRequest, answer_preflight, run_probes
 from hpcrun.health.probes import CheckTarget
 from hpcrun.launch.admission import evaluate_preflight
 from hpcrun.shm_segments import stale_segments
@@ -403,6 +403,7 @@ def test_a_node_that_is_well_has_nothing_to_tell(place: CheckTarget) -> None:
     assert known == []
 
 
+@pytest.mark.process
 def test_every_check_is_made_by_somebody(
     place: CheckTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,7 +418,7 @@ def test_every_check_is_made_by_somebody(
     request = PreflightRequest(PREFLIGHT_CHECKS, programs=[str(program)])
     made = {finding.check for finding in run_probes(place, request)}
     now = time.time()
-    answer = {"time": now - 3600, "seconds": 0.0, "checks": []}
+    answer = PreflightReport(1, now - 3600, 0.0, ())
     judged = evaluate_preflight(request, ["n1"], {"n1": answer}, now, now).found
     assert made | {finding.check for _, finding in judged} == set(PREFLIGHT_CHECKS)
     with pytest.raises(KeyError):

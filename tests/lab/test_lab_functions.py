@@ -223,7 +223,7 @@ say(errors=errors, left=os.listdir(os.environ["HPCRUN_ROOT"]))
 """
     )
     ahead, refused = found["errors"]
-    assert "SpecError: spec resources.partition: nowhere is no partition of this cluster" in ahead
+    assert "SpecError: spec resources.partition: nowhere is not a partition of this cluster" in ahead
     assert "SiteError: sbatch did not take the job: sbatch: error: " in refused
     assert "Requested reservation is invalid" in refused
     assert found["left"] == []

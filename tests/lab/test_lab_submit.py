@@ -145,7 +145,7 @@ def test_what_can_never_start_is_told(hpcrun: Hpcrun, tmp_path: Path, lab: Lab) 
         "resources.nodes=9": "resources.nodes: 9 can never start: partition main has 8",
         "resources.mem=65G": "resources.mem: 65G can never start: the nodes of partition main have 64000M",
         "resources.gpus_per_node=5": "5 GPUs a node can never start: the nodes of partition main have 4",
-        "resources.partition=gone": "gone is no partition of this cluster; there are: main",
+        "resources.partition=gone": "gone is not a partition of this cluster; there are: main",
         "resources.constraint=h100": "h100 can never start",
     }.items():
         done = hpcrun("submit", override, *asked)

@@ -225,7 +225,7 @@ def test_unknown_stays_unknown_and_is_said(answers: dict[str, str]) -> None:
     assert (bare.name, bare.slurm_version, bare.partitions["main"].max_time) == ("unnamed", None, None)
     text = draft_profile(live).text
     for line in (
-        "# name: unknown, Slurm does not say it; write it here\n",
+        "# name: unknown, Slurm does not report it; write it here\n",
         "# slurm_version: unknown: `scontrol --version` said: scontrol: what?\n",
         "# the configuration: unknown: `scontrol show config` said: nothing\n",
         "  # max_time: unknown\n",
@@ -250,7 +250,8 @@ def test_memory_that_slurm_does_not_count(answers: dict[str, str]) -> None:
     answers["nodes"] = answers["nodes"].replace("RealMemory=64000", "RealMemory=1")
     assert drafted(answers).partitions["main"].mem_per_node is None
     assert (
-        "# mem_per_node: unknown, Slurm does not say it" in draft_profile(parse_cluster_answers(answers)).text
+        "# mem_per_node: unknown, Slurm does not report it"
+        in draft_profile(parse_cluster_answers(answers)).text
     )
 
 

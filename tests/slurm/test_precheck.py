@@ -92,7 +92,11 @@ def test_what_fits_is_not_spoken_of(overrides: list[str], live: LiveCluster) -> 
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        (["partition=other"], "partition", "other is no partition of this cluster; there are: main, small"),
+        (
+            ["partition=other"],
+            "partition",
+            "other is not a partition of this cluster; there are: main, small",
+        ),
         (["time=25h"], "time", "25h is more than partition main allows (1-00:00:00); ask for less"),
         (["time=UNLIMITED"], "time", "UNLIMITED is more than partition main allows (1-00:00:00)"),
         (["nodes=7"], "nodes", "7 is more than partition main allows (6); ask for fewer"),
@@ -211,7 +215,7 @@ def test_without_slurm_the_profile_is_asked(
 def test_a_profile_need_not_know_every_partition(profile: ClusterSpec) -> None:
     found = check_partition_fit(job("resources.partition=other"), profile, None)
     assert told(found) == [
-        ("resources.partition", "other is no partition of the profile here; there are: main, debug", False)
+        ("resources.partition", "other is not a partition of the profile here; there are: main, debug", False)
     ]
     quick = check_partition_fit(job("resources.partition=debug", "resources.time=1h"), profile, None)
     assert [is_refusal(one) for one in quick] == [False], "its QOS may allow it"
@@ -279,7 +283,7 @@ def test_where_no_memory_is_counted_none_is_asked_for(live: LiveCluster) -> None
 def test_places_that_nodes_seldom_share_are_told(place: str, file_system: str) -> None:
     found = check_run_root_visibility(Path(place), None, file_system)
     assert [one.severity for one in found] == ["warning"]
-    assert "which compute nodes seldom share" in found[0].text
+    assert "which compute nodes rarely share" in found[0].text
 
 
 def test_a_profile_says_which_places_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,7 +301,7 @@ def test_an_answer_that_is_none_is_no_proof_that_a_job_is_gone(fake: Fake, which
     fake("sacct", printed if which == "sacct" else f"{SACCT_HEAD}\n")
     record, trouble = query_jobs([JobQuery(7)])[JobQuery(7)]
     assert record is None
-    assert f"{which} printed what is no list of jobs" in trouble
+    assert f"{which} printed no list of jobs" in trouble
 
 
 def test_a_list_without_jobs_is_one(fake: Fake) -> None:

@@ -176,7 +176,7 @@ def test_what_is_quoted_and_what_is_not(library: TemplateLibrary) -> None:
         ("{{ d }}\n", "mine.sbatch.j2:1: a dict cannot be printed"),
         ("\n{{ 1 / 0 }}\n", "mine.sbatch.j2:2: ZeroDivisionError: division by zero"),
         ("\n{{ v + 1 }}\n", "mine.sbatch.j2:2: TypeError: can only concatenate str"),
-        ("\n{{ 'a\\nb' | unquoted }}\n", "mine.sbatch.j2:2: unquoted: the value holds a line break"),
+        ("\n{{ 'a\\nb' | unquoted }}\n", "mine.sbatch.j2:2: unquoted: the value contains a line break"),
         (
             '\n{% extends "shipped/trian.sbatch.j2" %}\n',
             "mine.sbatch.j2:2: extends shipped/trian.sbatch.j2, which does",
@@ -192,7 +192,7 @@ def test_what_is_quoted_and_what_is_not(library: TemplateLibrary) -> None:
             "\n{% autoescape true %}{{ v }}{% endautoescape %}",
             "mine.sbatch.j2:2: the tag autoescape would get round",
         ),
-        ("#SBATCH --comment={{ lines }}\n", "mine.sbatch.j2:1: a directive may not hold a line break"),
+        ("#SBATCH --comment={{ lines }}\n", "mine.sbatch.j2:1: a directive must not contain a line break"),
         ('{% extends "mine.sbatch.j2" %}\n', "mine.sbatch.j2: extends itself; write shipped/mine.sbatch.j2"),
     ],
 )
@@ -216,7 +216,7 @@ def test_a_template_that_cannot_be_read(library: TemplateLibrary) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("folder", "is no file"), ("link", "is a link that leads nowhere")]
+    ("kind", "said"), [("folder", "is not a file"), ("link", "is a link that leads nowhere")]
 )
 def test_what_only_looks_like_a_template_does_not_let_another_take_its_place(
     kind: str, said: str, library: TemplateLibrary

@@ -122,17 +122,17 @@ def test_a_site_that_adds_to_blocks_keeps_the_contract(found: Found) -> None:
         ),
         (
             extends("directives", "{{ super() -}}\n#SBATCH --requeue"),
-            "mine.sbatch.j2:3: --requeue stands although",
+            "mine.sbatch.j2:3: --requeue is set although",
         ),
         (
             extends("directives", "{{ super() -}}\n#SBATCH --array=0-3", "array"),
             "mine.sbatch.j2:3: --array must be the job's: --array=0-39%8",
         ),
-        (extends("launch", "echo\nstatus=0"), "mine.sbatch.j2:3: {{ launch }} must stand in it once"),
-        (extends("launch", "# {{ launch }} &\nwait"), "mine.sbatch.j2:3: {{ launch }} must stand in it once"),
+        (extends("launch", "echo\nstatus=0"), "mine.sbatch.j2:3: {{ launch }} must occur once"),
+        (extends("launch", "# {{ launch }} &\nwait"), "mine.sbatch.j2:3: {{ launch }} must occur once"),
         (
             extends("launch", "{{ super() }}\n{{ launch }} &\nwait"),
-            "mine.sbatch.j2:3: {{ launch }} must stand in it",
+            "mine.sbatch.j2:3: {{ launch }} must occur",
         ),
         (extends("signals", ""), "mine.sbatch.j2:3: no trap hands USR2 on to the command"),
         (
@@ -149,18 +149,19 @@ def test_a_site_that_adds_to_blocks_keeps_the_contract(found: Found) -> None:
         ),
         (
             extends("setup", "{{ super() }}\n{{ launch }}"),
-            "mine.sbatch.j2: {{ launch }} must stand in it once",
+            "mine.sbatch.j2: {{ launch }} must occur once",
         ),
         (
             extends("setups", "ulimit -l unlimited"),
-            "mine.sbatch.j2:3: the block setups is in nothing that this extends, so no script would hold it;"
-            " did you mean setup? there are: directives, environment, launch, setup, signals, teardown",
+            "mine.sbatch.j2:3: the block setups is in no template that this extends, so no script would"
+            " contain it; did you mean setup? there are: directives, environment, launch, setup, signals,"
+            " teardown",
         ),
         (
             extends("setup", "{{ super() }}") + "\n\nulimit -l unlimited\n",
-            "mine.sbatch.j2:8: this stands outside of every block, so no script would hold it",
+            "mine.sbatch.j2:8: this is outside of every block, so no script would contain it",
         ),
-        (extends("setup", "{{ super() }}") + "{{ name }}", "mine.sbatch.j2:6: this stands outside of every"),
+        (extends("setup", "{{ super() }}") + "{{ name }}", "mine.sbatch.j2:6: this is outside of every"),
         (extends("setup", 'echo "hi'), "mine.sbatch.j2: bash -n: the script: line "),
         (
             extends("launch", "srun {{ launch }}", "function"),
@@ -198,15 +199,15 @@ def test_each_point_of_the_contract(text: str, said: str, found: Found) -> None:
         ("--ntasks-per-n=1", "--ntasks-per-node must be the job's"),
         ("--exclusive --nodes=24 # all of them", "--nodes must be the job's: --nodes=2, and not 24"),
         ("--ntasks-per-node=1", "--ntasks-per-node must be the job's: --ntasks-per-node=4, and not 1"),
-        ("--ntasks=8", "--ntasks=8 must not stand here: the run counts on its nodes and ranks"),
-        ("-n 8", "--ntasks=8 must not stand here"),
-        ("--ntasks-per-gpu=1", "--ntasks-per-gpu=1 must not stand here"),
-        ("--array=1-3", "--array=1-3 must not stand here: elements and their files are counted by it"),
-        ("-a 1-3", "--array=1-3 must not stand here"),
+        ("--ntasks=8", "--ntasks=8 must not be set: the run counts on its nodes and ranks"),
+        ("-n 8", "--ntasks=8 must not be set"),
+        ("--ntasks-per-gpu=1", "--ntasks-per-gpu=1 must not be set"),
+        ("--array=1-3", "--array=1-3 must not be set: elements and their files are counted by it"),
+        ("-a 1-3", "--array=1-3 must not be set"),
         ("-t 2:00:00", "--time must be the job's"),
-        ("--time-min=10", "--time-min=10 must not stand here: Slurm would shorten the job's time"),
-        ("-M other", "--clusters=other must not stand here"),
-        ("-d singleton", "--dependency=singleton must not stand here"),
+        ("--time-min=10", "--time-min=10 must not be set: Slurm would shorten the job's time"),
+        ("-M other", "--clusters=other must not be set"),
+        ("-d singleton", "--dependency=singleton must not be set"),
         ("-o slurm.out", "--output must be the job's pattern"),
         ("--no-requeue", "--requeue is missing"),
     ],
@@ -324,7 +325,7 @@ def test_secrets_that_are_none(found: Found) -> None:
 def test_the_value_of_a_secret_variable_of_the_caller(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
     (line,) = found(extends("setup", "wandb login 0123456789abcdef"))
-    assert line == "mine.sbatch.j2:4: the script holds the value of your variable WANDB_API_KEY"
+    assert line == "mine.sbatch.j2:4: the script contains the value of your variable WANDB_API_KEY"
     assert "0123456789abcdef" not in line
 
 

@@ -184,10 +184,10 @@ def bad_inputs(root: Path) -> list[tuple[dict[str, object], str]]:
         ({"text": "dir", "pattern": "*.txt"}, "no file that matches '*.txt' has anything in it"),
         ({"text": "links"}, "gone: is a link to nothing"),
         ({"tokens": "dir"}, "dir: is a directory; tokens names one file"),
-        ({"tokens": "odd.bin"}, "no odd.bin.json beside it; say dtype: uint16 or uint32"),
+        ({"tokens": "odd.bin"}, "no odd.bin.json next to it; set dtype: uint16 or uint32"),
         (
             {"tokens": "odd.bin", "dtype": "uint16"},
-            "3 bytes of uint16, but that is no whole number of tokens",
+            "3 bytes of uint16, but that is not a whole number of tokens",
         ),
         ({"tokens": "bin.bin"}, "bin.bin.json: is not JSON"),
         ({"tokens": "list.bin"}, "list.bin.json: expected an object"),

@@ -396,7 +396,7 @@ def test_a_call_that_cannot_be_recorded_is_cancelled(
 @pytest.mark.parametrize(
     ("fn", "arguments", "said"),
     [
-        ("echo", (), "submit: a str is no function; give a function and then its arguments"),
+        ("echo", (), "submit: a str is not a function; give a function and then its arguments"),
         (_take, (), r"_take: missing a required argument: 'one'; it is called as _take\(one: "),
         (_take, (1, 2), "_take: too many positional arguments"),
     ],
@@ -440,7 +440,7 @@ def test_a_function_is_checked_against_the_cluster(
     script = run.script.read_text(encoding="utf-8")
     assert "--mem" not in script
     assert "resources.mem: left out: this partition counts no memory" in caplog.messages
-    assert "which compute nodes seldom share" in caplog.text, "pytest's folder is in /tmp"
+    assert "which compute nodes rarely share" in caplog.text, "pytest's folder is in /tmp"
     assert "job 12 will not start by itself: asks for more time than the partition allows" in caplog.text
 
 
@@ -456,6 +456,6 @@ def test_a_function_s_place_is_checked(put: Fake, runs_root: Path, tmp_path: Pat
 
 def test_a_root_that_cannot_be_used_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPCRUN_ROOT", str(tmp_path / "a%j"))
-    with pytest.raises(UsageError, match="no folder for a job"):
+    with pytest.raises(UsageError, match="cannot be used for a job"):
         hpcrun.submit(divmod, 7, 2, spec=LOCAL)
     assert not (tmp_path / "a%j").exists()

@@ -41,7 +41,7 @@ def test_a_vocabulary_that_the_model_lacks(site: Site) -> None:
 
 def test_weights_must_be_there(site: Site) -> None:
     weights = site.path / "weights"
-    with pytest.raises(SpecError, match=r"model.weights: .* is no directory"):
+    with pytest.raises(SpecError, match=r"model.weights: .* is not a directory"):
         prepare_job(site.job, [f"model.weights={weights}"])
     weights.mkdir()
     with pytest.raises(SpecError, match=r"model.weights: .* has neither model.safetensors nor"):
@@ -79,7 +79,7 @@ def lustre(site: Site, monkeypatch: pytest.MonkeyPatch) -> Emulated:
         ({"inodes": 3}, "no save can be kept here: inodes: 3 free, one save needs 5"),
         (
             {"quotas": {"-u": {"row": [1 << 20, 0, (1 << 20) + 4, 10, 0, 0]}}},
-            "no save can be kept here: quota of the user, space: 4.0 KiB free",
+            "no save can be kept here: quota of the user, space: 4 KiB free",
         ),
     ],
 )

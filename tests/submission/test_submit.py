@@ -152,7 +152,7 @@ def test_a_run_directory_holds_what_was_handed_over(slurm: Fake, tmp_path: Path,
     assert words.startswith("--parsable ")
     assert run.read_exit() is None
     assert not run.cluster.exists()
-    assert any("which compute nodes seldom share" in note for note in notes), "pytest's folder is in /tmp"
+    assert any("which compute nodes rarely share" in note for note in notes), "pytest's folder is in /tmp"
 
 
 def test_a_dry_run_prints_that_very_script_and_makes_nothing(slurm: Fake, runs_root: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_root_that_cannot_be_used_is_not_made(
 ) -> None:
     for name in ("a%j", "a\nb"):
         monkeypatch.setenv("HPCRUN_ROOT", str(tmp_path / name))
-        with pytest.raises(UsageError, match="no folder for a job"):
+        with pytest.raises(UsageError, match="cannot be used for a job"):
             handed_over(ask())
         assert not (tmp_path / name).exists()
 
@@ -416,10 +416,12 @@ def test_the_release_is_the_one_that_answers(slurm: Fake, tmp_path: Path, runs_r
 
 def test_a_backtick_cannot_stand_in_a_directive(slurm: Fake) -> None:
     with pytest.raises(
-        SpecError, match=r"^command line resources.account: may not hold a backtick; leave it out$"
+        SpecError, match=r"^command line resources.account: must not contain a backtick; leave it out$"
     ):
         script(ask(JOB, "resources.account='a`b'"))
-    with pytest.raises(SpecError, match=r"^command line resources.sbatch.comment: may not hold a backtick"):
+    with pytest.raises(
+        SpecError, match=r"^command line resources.sbatch.comment: must not contain a backtick"
+    ):
         script(ask(JOB, "resources.sbatch.comment='a`b'"))
 
 
@@ -776,7 +778,7 @@ def test_the_run_knows_which_runs_must_have_ended_well_and_slurm_only_waits(slur
 def test_what_is_not_known_or_not_of_this_cluster_is_not_waited_for(slurm: Fake, tmp_path: Path) -> None:
     run = handed_over(ask()).run
     slurm("squeue", "!slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    with pytest.raises(UsageError, match=f"--after {run.id}: how it stands is not known: squeue said"):
+    with pytest.raises(UsageError, match=f"--after {run.id}: its state is not known: squeue said"):
         script(ask(JOB, after=(run,)))
     assert directives(script(ask(JOB, after_any=(run,))))["dependency"] == "afterany:101"
     slurm("squeue", "!slurm_load_jobs error: Invalid job id specified")
