@@ -17,6 +17,7 @@ from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
 from hpcrun.launch.signal_queue import SignalQueue
 from hpcrun.launch.supervisor import Supervisor
+from hpcrun.specs.metrics import Metric, StepMetric
 from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.saves import resumable_checkpoints
 from hpcrun.submission.prepare import prepare_job
@@ -96,8 +97,8 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
     ]
     observer = Recorder()
 
-    def act(record: dict[str, Any]) -> None:
-        if record["kind"] == "step" and record["step"] == 6:
+    def act(record: Metric) -> None:
+        if isinstance(record, StepMetric) and record.step == 6:
             send(signal.SIGTERM)()
 
     monkeypatch.setattr(observer, "step", act)
@@ -120,7 +121,7 @@ def test_a_damaged_save_is_made_whole_by_what_a_node_still_holds(
     assert again.status == "done", again.message
     events = list(read_json_lines(first.run.events))
     restores = [
-        (one["step"], one["levels"]) for one in events if one["event"] == "restore" and one["attempt"] > 1
+        (one["step"], one["tiers"]) for one in events if one["event"] == "restore" and one["attempt"] > 1
     ]
     assert restores == [(newest.step, ["durable"]), (newest.step, ["local", "durable"])]
     assert len(list(first.run.checkpoints.glob("damaged-*"))) == 1
