@@ -61,14 +61,16 @@ def with_remapped_rows(gpus: Sequence[GpuHealth], text: str) -> list[GpuHealth]:
     ]
 
 
-def judge_gpus(gpus: Sequence[GpuHealth], asked: int) -> list[Finding]:
+def judge_gpus(gpus: Sequence[GpuHealth], requested: int) -> list[Finding]:
     """Check every GPU, and their number."""
-    found = [one for gpu in gpus for one in _judge_gpu(gpu)]
+    findings = [finding for gpu in gpus for finding in _judge_gpu(gpu)]
     if not gpus:
-        found.append(Finding("unknown", "gpu", "", "nvidia-smi names no GPU that is to be seen from here"))
-    elif len(gpus) < asked:
-        found.append(Finding("error", "gpu", "", f"{len(gpus)} GPUs answer, and {asked} were asked for"))
-    return found
+        findings.append(Finding("unknown", "gpu", "", "nvidia-smi names no GPU that is to be seen from here"))
+    elif len(gpus) < requested:
+        findings.append(
+            Finding("error", "gpu", "", f"{len(gpus)} GPUs answer, and {requested} were asked for")
+        )
+    return findings
 
 
 def _judge_gpu(gpu: GpuHealth) -> list[Finding]:
@@ -91,7 +93,7 @@ def _judge_gpu(gpu: GpuHealth) -> list[Finding]:
 
 
 def check_gpu_health(
-    asked: int, timeout_s: float, xids: Sequence[Xid] = (), site: Mapping[int, XidAction] | None = None
+    requested: int, timeout_s: float, xids: Sequence[Xid] = (), site: Mapping[int, XidAction] | None = None
 ) -> list[Finding]:
     """Ask nvidia-smi, each question with this time limit; SiteError where it does not answer in time.
 
@@ -115,9 +117,9 @@ def check_gpu_health(
         rows = process.run(query, timeout_s=timeout_s)
         gpus = with_remapped_rows(gpus, rows.stdout if rows.exit_code == 0 else "")
     except SiteError as error:
-        return [*judge_gpus(gpus, asked), Finding("unknown", "gpu", "", str(error))]
-    told = judge_xids(xids, site, is_asked=_is_action_asked(gpus))
-    return [*judge_gpus(gpus, asked), *told]
+        return [*judge_gpus(gpus, requested), Finding("unknown", "gpu", "", str(error))]
+    xid_findings = judge_xids(xids, site, is_asked=_is_action_asked(gpus))
+    return [*judge_gpus(gpus, requested), *xid_findings]
 
 
 def _is_action_asked(gpus: Sequence[GpuHealth]) -> bool | None:

@@ -212,7 +212,7 @@ def _kill_leftovers(left: list[ProcessId]) -> Finding:
     ) and time.monotonic() < deadline:
         time.sleep(0.02)
     if alive:
-        pids = " ".join(str(one.pid) for one in alive[:_MAX_SHOWN])
+        pids = " ".join(str(leftover.pid) for leftover in alive[:_MAX_SHOWN])
         return Finding("error", "leftovers", "", f"processes of an earlier attempt cannot be ended: {pids}")
     text = f"ended what an earlier attempt had left: {len(left)} process{'es' * (len(left) > 1)}"
     return Finding("warning", "leftovers", "", text)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Literal, get_args
+from typing import Literal
 
 from hpcrun import process
 from hpcrun.errors import SiteError
@@ -19,7 +19,6 @@ from hpcrun.finding import Finding, Severity
 XidAction = Literal["ignore", "restart", "reset", "reboot", "look"]
 """nothing · the program starts again · the GPU needs a reset · the node needs a reboot · a person must
 look."""
-XID_ACTIONS: tuple[XidAction, ...] = get_args(XidAction)
 
 _CATALOGUE: dict[XidAction, tuple[int, ...]] = {
     "restart": (13, 31, 69, 94),
@@ -75,7 +74,7 @@ def is_program_xid(text: str) -> bool:
 
 
 def judge_xids(
-    found: Iterable[Xid], site: Mapping[int, XidAction] | None = None, *, is_asked: bool | None = None
+    xids: Iterable[Xid], site: Mapping[int, XidAction] | None = None, *, is_asked: bool | None = None
 ) -> list[Finding]:
     """Report the numbers that keep an attempt away from the node, or that somebody should know of.
 
@@ -83,14 +82,14 @@ def judge_xids(
     warns.
     """
     findings = []
-    for one in sorted(found):
-        action = xid_action(one.code, site)
+    for xid in sorted(xids):
+        action = xid_action(xid.code, site)
         if action in ("ignore", "restart"):
             continue
         what = _ACTION_TEXT[action] if action else "no list knows this number"
         is_bad = action in ("reset", "reboot") and is_asked is not False
         severity: Severity = "error" if is_bad else "warning"
-        findings.append(Finding(severity, "gpu", f"GPU at {one.gpu}", f"Xid {one.code}: {what}"))
+        findings.append(Finding(severity, "gpu", f"GPU at {xid.gpu}", f"Xid {xid.code}: {what}"))
     return findings
 
 

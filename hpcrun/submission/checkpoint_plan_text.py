@@ -48,10 +48,13 @@ def _format_contents(plan: CheckpointPlan) -> list[str]:
 def _format_costs(plan: CheckpointPlan) -> list[str]:
     otherwise = AUTO_DESCRIPTION if plan.spec.checkpoint.every == "auto" else "at a signal and at the end"
     lines = ["levels"]
-    for one in plan.costs.levels:
-        every = f"every {one.every} steps" if one.every else otherwise
-        lines.append(f"  {one.level}: {every}")
-        lines += [_format_time_line("training waits", one.stall), _format_time_line("flushed in", one.flush)]
+    for cost in plan.costs.levels:
+        every = f"every {cost.every} steps" if cost.every else otherwise
+        lines.append(f"  {cost.level}: {every}")
+        lines += [
+            _format_time_line("training waits", cost.stall),
+            _format_time_line("flushed in", cost.flush),
+        ]
     return [
         *lines,
         "times",
@@ -73,8 +76,8 @@ def _format_losses(plan: CheckpointPlan) -> list[str]:
         f"; {plan.seen.left_out} faults of programs or slow nodes left out" if plan.seen.left_out else ""
     )
     lines.append(f"failures of this job{left_out}")
-    for one in plan.rates:
-        lines += [f"  {one.kind}: {one.frequency_text} ({FAILURE_KINDS[one.kind]})", f"    {one.source}"]
+    for rate in plan.rates:
+        lines += [f"  {rate.kind}: {rate.frequency_text} ({FAILURE_KINDS[rate.kind]})", f"    {rate.source}"]
     return lines
 
 
@@ -87,9 +90,9 @@ def _format_advice(plan: CheckpointPlan) -> list[str]:
             f"  not known: {missing}; run the job for a few saves, or say --assume stall=0.5 and the like",
         ]
     lines = ["how often"]
-    for one in advice.intervals:
-        lines.append(f"  {one.tier.name}: every {format_duration(one.every_s)}")
-        lines += [f"    {reason}" for reason in one.reasons]
+    for interval in advice.intervals:
+        lines.append(f"  {interval.tier.name}: every {format_duration(interval.every_s)}")
+        lines += [f"    {reason}" for reason in interval.reasons]
     lines += [f"  {key}={value}" for key, value in plan.steps.items()]
     if not plan.steps:
         lines.append("  in steps: unknown, as the time of a step is; --assume step=2.5")
@@ -102,10 +105,12 @@ def _format_advice(plan: CheckpointPlan) -> list[str]:
 
 def _format_simulation(checked: AdviceCheck) -> list[str]:
     lines = [f"checked on a simulated run with {checked.failures} failures"]
-    named = [(f"{factor:g} T", one) for factor, one in checked.at.items()] + [("best tried", checked.best)]
-    for name, one in named:
-        every = ", ".join(format_duration(each) for each in one.every_s)
-        lines.append(f"  {name:10}  efficiency {one.efficiency:.5f}  every {every}")
+    named = [(f"{factor:g} T", candidate) for factor, candidate in checked.at.items()] + [
+        ("best tried", checked.best)
+    ]
+    for name, candidate in named:
+        every = ", ".join(format_duration(each) for each in candidate.every_s)
+        lines.append(f"  {name:10}  efficiency {candidate.efficiency:.5f}  every {every}")
     return lines
 
 
@@ -122,7 +127,7 @@ def _format_storage(plan: CheckpointPlan) -> list[str]:
             f"  {storage.directory}: {storage.kind}" + (f", {storage.layout}" if storage.layout else "")
         )
         lines += [f"    {reason}" for reason in storage.reasons]
-        lines += [f"    {one.level}: {one.text}" for one in storage.findings]
+        lines += [f"    {finding.level}: {finding.text}" for finding in storage.findings]
     if (objects := plan.objects) is not None:
         held = "size unknown" if objects.kept_bytes.value is None else format_bytes(objects.kept_bytes.value)
         puts = "unknown" if objects.requests is None else f"{objects.requests[0]} to {objects.requests[1]}"

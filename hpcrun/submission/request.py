@@ -55,8 +55,6 @@ from hpcrun.submission.dependencies import NoteCallback, find_dependencies
 from hpcrun.submission.launch_checks import check_run_root, find_launch_problems, why_not_launchable_here
 from hpcrun.submission.placement_preview import NetworkState, load_network, preview_placement
 
-"""Takes one line for the person."""
-
 _ASK_S, _QUOTA_S = 5.0, 10.0
 
 
@@ -322,7 +320,7 @@ class PreparedSubmission:
 
 def refuse_submission(findings: Sequence[Finding]) -> SpecError:
     """The error that names all findings for which a job is refused."""
-    return SpecError([SpecProblem(one.subject, one.message, one.where) for one in findings])
+    return SpecError([SpecProblem(finding.subject, finding.message, finding.where) for finding in findings])
 
 
 def load_job_profile(spec: JobSpec) -> ClusterSpec | None:

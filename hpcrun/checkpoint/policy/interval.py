@@ -207,8 +207,8 @@ def _pool_intervals(tiers: Sequence[LevelGroup], own: Sequence[float], bound: fl
         while (
             len(pools) > 1 and pools[-1][1] and daly_interval(*pools[-1][:2]) < daly_interval(*pools[-2][:2])
         ):
-            (cost, many, count), (other, other_rate, others) = pools.pop(), pools.pop()
-            pools.append((cost + other, many + other_rate, count + others))
+            (cost, last_rate, count), (other, other_rate, others) = pools.pop(), pools.pop()
+            pools.append((cost + other, last_rate + other_rate, count + others))
     return [
         daly_interval(cost, rate) if rate else cost / bound
         for cost, rate, count in pools

@@ -24,21 +24,19 @@ _MAX_CYCLE_SAVES, _MIN_CYCLE_SAVES = 2048, 64
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What became of a run."""
+    """The outcome of a simulated run."""
 
     efficiency: float
-    """Training that was kept, over all time."""
+    """Training that was kept, as a share of all time."""
     failures: int
     lost_s: float
     """Training that was done again."""
     restart_s: float
-    waiting_s: float
-    """For saves: the rest of the time."""
 
 
 @dataclass(frozen=True)
 class IntervalCandidate:
-    """Intervals that were tried."""
+    """Intervals, and the efficiency that a simulation gave them."""
 
     every_s: tuple[float, ...]
     efficiency: float
@@ -97,8 +95,7 @@ def simulate_run(
             run.fail(at, kind)
     run.end(horizon_s)
     kept = run.position_s
-    waiting = horizon_s - kept - run.lost_s - run.restart_s
-    return SimulationResult(kept / horizon_s, run.failures, run.lost_s, run.restart_s, waiting)
+    return SimulationResult(kept / horizon_s, run.failures, run.lost_s, run.restart_s)
 
 
 def check_advice(
