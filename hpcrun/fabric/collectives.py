@@ -30,23 +30,23 @@ class IntraNodeLink(NamedTuple):
 
 
 class RoundCost(NamedTuple):
-    """What one round costs whatever the size, and what it costs a byte of the size."""
+    """The fixed cost of one round, and its cost per byte of the size."""
 
     latency_s: float
     s_per_byte: float
     times: int = 1
     reduced: float = 0.0
-    """Of the size, what the busiest rank adds up."""
+    """The share of the size that the busiest rank reduces."""
     pipelined: bool = False
 
     def seconds(self, size_bytes: float, reduce_s_per_byte: float = 0.0) -> float:
-        """Of all its times; a pipelined one is cut into as many pieces as is best."""
+        """Seconds of all repetitions; a pipelined round is cut into the best number of pieces."""
         bytes_s = size_bytes * (self.s_per_byte + self.reduced * reduce_s_per_byte)
         if not self.pipelined or self.times == 1 or not bytes_s:
             return self.times * (self.latency_s + bytes_s)
         # Of (times + pieces - 1) (latency + bytes_s / pieces), the least is at the root of this.
         best = math.sqrt(bytes_s * (self.times - 1) / self.latency_s) if self.latency_s else _MAX_PIECES
-        choices = {1, *(max(1, min(_MAX_PIECES, math.floor(best) + more)) for more in (0, 1))}
+        choices = {1, *(max(1, min(_MAX_PIECES, math.floor(best) + step)) for step in (0, 1))}
         return min((self.times + pieces - 1) * (self.latency_s + bytes_s / pieces) for pieces in choices)
 
 
@@ -75,11 +75,11 @@ def round_costs(
     slot = {node: place for place, node in enumerate(nodes)}
     members = [[slot[node] for node in group] for group in groups]
     steps = collective_rounds(collective, algorithm, max(sizes, default=0), inner)
-    found = _between_nodes(fabric, nodes, members, steps)
-    if found is None or inside is None:
-        return found
+    costs = _between_nodes(fabric, nodes, members, steps)
+    if costs is None or inside is None:
+        return costs
     return tuple(
-        _with_intra_node_link(pace, step, members, inside) for pace, step in zip(found, steps, strict=True)
+        _with_intra_node_link(pace, step, members, inside) for pace, step in zip(costs, steps, strict=True)
     )
 
 
@@ -98,8 +98,8 @@ def _between_nodes(
     ]
     loads = LinkLoads(fabric, sites, len(nodes), streams)
     loads.place([site_of[node] for node in nodes])
-    spent = [one.seconds for one in loads.cost().axes]
-    found = []
+    spent = [axis.seconds for axis in loads.cost().axes]
+    costs = []
     for step, stream, bytes_s, latency_s in zip(steps, streams[::2], spent[::2], spent[1::2], strict=True):
         if not stream.edges:
             bytes_s = latency_s = 0.0
@@ -108,8 +108,8 @@ def _between_nodes(
         reduced = (
             step.share * _most_ranks_on_one(receiver for _, receiver in step.pairs) if step.reduces else 0.0
         )
-        found.append(RoundCost(latency_s, bytes_s / _UNIT, step.times, reduced, step.pipelined))
-    return tuple(found)
+        costs.append(RoundCost(latency_s, bytes_s / _UNIT, step.times, reduced, step.pipelined))
+    return tuple(costs)
 
 
 def _with_intra_node_link(

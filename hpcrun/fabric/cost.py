@@ -45,7 +45,7 @@ class AxisCost:
     seconds: float | None
     """None: unknown."""
     bytes: tuple[int, ...]
-    """Of all ranks together, by the level where sender and receiver meet, as `Cost.levels`."""
+    """Bytes of all ranks, by the level where sender and receiver meet, as `PlacementCost.levels`."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class PlacementCost:
 
     @property
     def seconds(self) -> float | None:
-        """Of all axes, one after the other; None: unknown."""
-        known = [axis.seconds for axis in self.axes if axis.seconds is not None]
-        return sum(known) if len(known) == len(self.axes) else None
+        """Seconds of all axes, one after the other; None: unknown."""
+        seconds = [axis.seconds for axis in self.axes if axis.seconds is not None]
+        return sum(seconds) if len(seconds) == len(self.axes) else None
 
     @property
     def bytes(self) -> tuple[int, ...]:
@@ -101,7 +101,7 @@ def compute_placement_cost(
 
 
 def compute_flow_cost(fabric: Fabric, nodes: Sequence[str], streams: Sequence[SlotFlow]) -> PlacementCost:
-    """The same for streams between slots that stand on these nodes."""
+    """The cost of streams between slots on these nodes."""
     sites, site_of = find_topology_sites(fabric, nodes)
     loads = LinkLoads(fabric, sites, len(nodes), streams)
     loads.place([site_of[node] for node in nodes])
@@ -141,21 +141,21 @@ class TopologySite(NamedTuple):
 
     units: tuple[str | None, ...]
     node: str
-    """One of them; on a ring or torus the only one."""
+    """One node of the site; on a ring or torus the only one."""
 
 
 def find_topology_sites(fabric: Fabric, nodes: Sequence[str]) -> tuple[list[TopologySite], dict[str, int]]:
     """The sites of some nodes, in the order of their first node, and the index of each node's site."""
     nowhere = (None,) * len(fabric.levels)
     gridded = {node for grid in fabric.grids for node in grid.nodes}
-    found: dict[tuple[Any, ...], int] = {}
+    site_numbers: dict[tuple[Any, ...], int] = {}
     sites: list[TopologySite] = []
     site_of: dict[str, int] = {}
     for node in nodes:
         at = fabric.index.get(node)
         units = nowhere if at is None else fabric.units[at]
         mark = (units, node) if node in gridded else units
-        site = found.setdefault(mark, len(sites))
+        site = site_numbers.setdefault(mark, len(sites))
         if site == len(sites):
             sites.append(TopologySite(units, node))
         site_of[node] = site
@@ -339,8 +339,10 @@ class LinkLoads:
         hops = 1
         if level == top and first.node != second.node:
             # Farther than the longest ring or torus: nothing is known of the way.
-            known = self._fabric.hops(first.node, second.node)
-            hops = known if known is not None else 1 + sum(len(grid.nodes) for grid in self._fabric.grids)
+            distance = self._fabric.hops(first.node, second.node)
+            hops = (
+                distance if distance is not None else 1 + sum(len(grid.nodes) for grid in self._fabric.grids)
+            )
         up, down = (
             tuple(link for link in self._links[site][:level] if link is not None) for site in (start, end)
         )

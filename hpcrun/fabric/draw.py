@@ -110,7 +110,7 @@ class _NodeMarks:
         return "spare" if node in self._spares else self._states.get(node, "unknown" if self._states else "")
 
     def count(self, nodes: Collection[str]) -> str:
-        """How many nodes there are, and how many of them are free."""
+        """The number of nodes, and of free ones."""
         count = f"{len(nodes)} {pluralize('node', len(nodes))}"
         free = sum(self._states.get(node) in FREE for node in nodes)
         return f"{count}, {free} free" if self._states else count
@@ -149,7 +149,9 @@ def _group_alike(branches: Iterable[_Branch], marks: _NodeMarks) -> list[list[_B
         return branch.level, word, 0 if word is not None else id(branch)
 
     groups = [list(group) for _, group in itertools.groupby(branches, kind)]
-    return [part for group in groups for part in ([group] if len(group) > 2 else [[one] for one in group])]
+    return [
+        part for group in groups for part in ([group] if len(group) > 2 else [[branch] for branch in group])
+    ]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -226,12 +228,12 @@ def _groups(placement: Placement, degrees: ParallelDegrees, axis: str) -> list[i
             " placement of this job"
         )
     numbers: dict[tuple[int, ...], int] = {}
-    found = []
+    numbers_of_ranks = []
     for rank in range(degrees.world_size):
         at = degrees.coordinates(rank)
         key = tuple(position for name, position in at.items() if name not in inside)
-        found.append(numbers.setdefault(key, len(numbers)))
-    return found
+        numbers_of_ranks.append(numbers.setdefault(key, len(numbers)))
+    return numbers_of_ranks
 
 
 def _racks(fabric: Fabric, placement: Placement) -> tuple[list[tuple[str, str, list[str]]], int]:

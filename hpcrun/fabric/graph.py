@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 SCHEMA_VERSION = 1
-"""Of a fabric's JSON."""
+"""Version of a fabric's JSON."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class FabricLevel:
 
     name: str
     bandwidth_Bps: float | None = None
-    """Of one node's link at this level, one direction; None: unknown."""
+    """Bandwidth of one node's link at this level, one direction; None: unknown."""
     oversubscription: float | None = None
     """Traffic below over capacity above; None: unknown."""
     latency_s: float | None = None
@@ -87,12 +87,12 @@ class Fabric:
 
     @cached_property
     def _members(self) -> list[dict[str, tuple[str, ...]]]:
-        found: list[dict[str, list[str]]] = [{} for _ in self.levels]
+        units_of_level: list[dict[str, list[str]]] = [{} for _ in self.levels]
         for node, above in zip(self.nodes, self.units, strict=True):
-            for members, unit in zip(found, above, strict=True):
+            for members, unit in zip(units_of_level, above, strict=True):
                 if unit is not None:
                     members.setdefault(unit, []).append(node)
-        return [{unit: tuple(nodes) for unit, nodes in members.items()} for members in found]
+        return [{unit: tuple(nodes) for unit, nodes in members.items()} for members in units_of_level]
 
     def unit(self, node: str, level_index: int) -> str | None:
         """The unit of a node at a level."""
@@ -156,7 +156,7 @@ class Fabric:
 def flat_fabric(
     nodes: Iterable[str], source: str, notes: Sequence[str] = (), *, is_unread: bool = False
 ) -> Fabric:
-    """Nodes of which nothing more is known; `is_unread`: because a description could not be read."""
+    """A fabric without levels; `is_unread`: a description could not be read."""
     names = tuple(dict.fromkeys(nodes))
     return Fabric(names, (), ((),) * len(names), {}, source, tuple(notes), is_unread=is_unread)
 

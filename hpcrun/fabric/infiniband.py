@@ -21,7 +21,7 @@ _FACTORY = re.compile(r"ConnectX|InfiniHost|MT[0-9]{4,}|Technolog|Aggregation No
 """What an adapter is called as long as nobody has named its host, and what counts no host at all."""
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 _FEW = 4
-"""A switch with this many times fewer hosts than its neighbour is no leaf, whatever hangs on it."""
+"""A switch with this many times fewer hosts than its neighbour is not a leaf."""
 
 
 @dataclass
@@ -75,15 +75,14 @@ def parse_ibnetdiscover(text: str, source: str) -> Fabric:
         at = next(iter(leaf_of[host] or rails[host]))
         row = [names[at] if heights[at] == 0 else None]
         units.append((*row, *(group.get(at) for group in joined)))
-    many = {
+    multi_rail = {
         host: tuple(names[leaf] for leaf in leaves) for host, leaves in leaf_of.items() if len(leaves) > 1
     }
-    if many:
-        notes.append(
-            f"{len(many)} {pluralize('node', len(many))} below more than one leaf; the first one counts"
-        )
+    if multi_rail:
+        count = len(multi_rail)
+        notes.append(f"{count} {pluralize('node', count)} below more than one leaf; the first one counts")
     levels = tuple(FabricLevel(level_name(height)) for height in range(1 + len(joined))) if hosts else ()
-    return Fabric(hosts, levels, tuple(units), many, source, tuple(notes))
+    return Fabric(hosts, levels, tuple(units), multi_rail, source, tuple(notes))
 
 
 def _parse_network(text: str) -> _InfinibandNetwork:
@@ -111,9 +110,9 @@ def _require_whole(network: _InfinibandNetwork, source: str) -> None:
     """UsageError where cables lead to devices that are not described: the hosts there would be lost."""
     missing = [guid for guid in network.named_at if guid not in network.described]
     if missing:
-        known = len(network.named_at.keys() | network.described)
+        devices = len(network.named_at.keys() | network.described)
         raise UsageError(
-            f"{source}: {len(missing)} of {known} devices are not described, the first is {missing[0]} on"
+            f"{source}: {len(missing)} of {devices} devices are not described, the first is {missing[0]} on"
             f" line {network.named_at[missing[0]]}: was the answer cut short? write down all that"
             " ibnetdiscover prints"
         )
@@ -170,10 +169,10 @@ def _rails(network: _InfinibandNetwork, notes: list[str]) -> dict[str, list[str]
             f" {nameless[0][:40]!r}, left out"
         )
     rails: dict[str, list[str]] = {}
-    for host, found in adapters.items():
+    for host, named in adapters.items():
         switches = (
             peer
-            for _, guid in sorted(found)
+            for _, guid in sorted(named)
             for peer in network.cables.get(guid, ())
             if peer in network.switches
         )

@@ -1,4 +1,4 @@
-"""What a node says of itself to whoever places ranks there: its inside, and the CPUs that the job has."""
+"""A node's devices, and the CPUs that the job has there."""
 
 from __future__ import annotations
 
@@ -44,31 +44,33 @@ def read_node_inventory(root: Path = Path("/")) -> NodeInventory:
 
 
 def try_read_node_inventory(limit_s: float = 3.0) -> NodeInventory | None:
-    """That of this node; None where it is not had in time: a driver that is stuck holds whoever asks it."""
-    found: list[NodeInventory] = []
-    look = threading.Thread(target=lambda: found.append(read_node_inventory()), name="inventory", daemon=True)
+    """The inventory of this node; None when it takes too long: a stuck driver blocks its readers."""
+    inventories: list[NodeInventory] = []
+    look = threading.Thread(
+        target=lambda: inventories.append(read_node_inventory()), name="inventory", daemon=True
+    )
     look.start()
     look.join(limit_s)
-    return found[0] if found else None
+    return inventories[0] if inventories else None
 
 
-def parse_node_inventory(said: Any) -> NodeInventory | None:
+def parse_node_inventory(values: Any) -> NodeInventory | None:
     """What `as_json` has made; None for what is no inventory of this version."""
     try:
-        gpus = [Gpu(**{**one, "path": tuple(one["path"])}) for one in said["gpus"]]
+        gpus = [Gpu(**{**gpu, "path": tuple(gpu["path"])}) for gpu in values["gpus"]]
         nics = [
-            Nic(**{**one, "path": tuple(one["path"]), "interfaces": tuple(one["interfaces"])})
-            for one in said["nics"]
+            Nic(**{**nic, "path": tuple(nic["path"]), "interfaces": tuple(nic["interfaces"])})
+            for nic in values["nics"]
         ]
-        numa = {int(node): str(cpus) for node, cpus in said["numa"].items()}
-        cpus = frozenset(parse_cpu_list(said["cpus"]))
+        numa = {int(node): str(cpus) for node, cpus in values["numa"].items()}
+        cpus = frozenset(parse_cpu_list(values["cpus"]))
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return NodeInventory(NodeTopology(tuple(gpus), tuple(nics), numa, gpu_nic_proximity(gpus, nics)), cpus)
 
 
 def gpus_visible_to_job(
-    there: Sequence[Gpu], environ: Mapping[str, str], asked: int | None, *, in_slurm: bool
+    there: Sequence[Gpu], environ: Mapping[str, str], requested: int | None, *, in_slurm: bool
 ) -> list[int] | None:
     """The GPUs, by index, that a job's ranks see on a node, in their order; None where that is not known.
 
@@ -79,7 +81,7 @@ def gpus_visible_to_job(
     if not there or visible in ("", "-1"):
         return []
     if visible is None or visible == "NoDevFiles":
-        return list(range(count)) if asked == count or not in_slurm else None
+        return list(range(count)) if requested == count or not in_slurm else None
     words = [word.strip() for word in visible.split(",")]
     if all(word.isascii() and word.isdigit() for word in words):
         listed = [int(word) for word in words]
@@ -89,6 +91,6 @@ def gpus_visible_to_job(
     # CUDA takes any beginning of a UUID that only one GPU has.
     named = [[gpu.index for gpu in there if gpu.uuid and gpu.uuid.startswith(word)] for word in words]
     is_clear = all(
-        word.startswith("GPU-") and len(found) == 1 for word, found in zip(words, named, strict=True)
+        word.startswith("GPU-") and len(matches) == 1 for word, matches in zip(words, named, strict=True)
     )
-    return [found[0] for found in named] if is_clear else None
+    return [matches[0] for matches in named] if is_clear else None

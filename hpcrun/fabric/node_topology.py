@@ -69,11 +69,11 @@ class NodeTopology:
 
     def gpu(self, index: int) -> Gpu:
         """The GPU of an index; UsageError where there is none."""
-        found = next((gpu for gpu in self.gpus if gpu.index == index), None)
-        if found is None:
-            known = ", ".join(str(gpu.index) for gpu in self.gpus) or "none"
-            raise UsageError(f"gpu {index}: this node has no such GPU; there are: {known}")
-        return found
+        match = next((gpu for gpu in self.gpus if gpu.index == index), None)
+        if match is None:
+            listed = ", ".join(str(gpu.index) for gpu in self.gpus) or "none"
+            raise UsageError(f"gpu {index}: this node has no such GPU; there are: {listed}")
+        return match
 
     def nearest_nic(self, index: int, hcas: Collection[str] = ()) -> Nic | None:
         """The adapter that a GPU should use: near, up, fast; GPUs that are as near to several share them out.
@@ -157,11 +157,11 @@ class NodeTopology:
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
     """The numbers in a list of CPUs such as `0-3,8`; what is no number is left out."""
-    found: dict[int, None] = {}
+    numbers: dict[int, None] = {}
     for part in text.split(","):
         if match := _RANGE.fullmatch(part.strip()):
-            found.update(dict.fromkeys(range(int(match[1]), int(match[2] or match[1]) + 1)))
-    return tuple(found)
+            numbers.update(dict.fromkeys(range(int(match[1]), int(match[2] or match[1]) + 1)))
+    return tuple(numbers)
 
 
 def format_cpu_list(cpus: Iterable[int]) -> str:
@@ -190,7 +190,7 @@ def read_node_topology(root: Path = Path("/")) -> NodeTopology:
 
 
 def gpu_nic_proximity(gpus: Iterable[Gpu], nics: Collection[Nic]) -> dict[tuple[int, str], str]:
-    """How near every GPU is to every adapter, by their places in the PCI tree and their NUMA nodes."""
+    """The proximity of every GPU to every adapter, by the PCI tree and the NUMA nodes."""
     return {(gpu.index, nic.name): _pci_proximity(gpu, nic) for gpu in gpus for nic in nics}
 
 
@@ -216,18 +216,18 @@ def list_sysfs_entries(folder: Path) -> list[Path]:
 
 
 def _read_gpus(root: Path) -> list[Gpu]:
-    found: list[Gpu] = []
+    gpus: list[Gpu] = []
     for device in list_sysfs_entries(root / "sys/bus/pci/devices"):
         if not read_sysfs_line(device / "class").startswith(
             _GPUS.get(read_sysfs_line(device / "vendor"), ("none",))
         ):
             continue
-        said = read_sysfs_line(root / "proc/driver/nvidia/gpus" / device.name / "information")
-        uuid = re.search(r"GPU UUID:\s*(GPU-[0-9a-f-]+)", said)
+        information = read_sysfs_line(root / "proc/driver/nvidia/gpus" / device.name / "information")
+        uuid = re.search(r"GPU UUID:\s*(GPU-[0-9a-f-]+)", information)
         cpus = read_sysfs_line(device / "local_cpulist")
-        found.append(
+        gpus.append(
             Gpu(
-                len(found),
+                len(gpus),
                 device.name,
                 _read_numa_node(device),
                 cpus,
@@ -235,22 +235,22 @@ def _read_gpus(root: Path) -> list[Gpu]:
                 _pci_path(device),
             )
         )
-    return found
+    return gpus
 
 
 def _read_nics(root: Path) -> list[Nic]:
-    found = []
+    nics = []
     taken: set[str] = set()
     for port in list_sysfs_entries(root / "sys/class/infiniband"):
         device = port / "device"
         interfaces = tuple(path.name for path in list_sysfs_entries(device / "net"))
         taken.update(interfaces)
-        states = [read_sysfs_line(one / "state") for one in list_sysfs_entries(port / "ports")]
+        states = [read_sysfs_line(entry / "state") for entry in list_sysfs_entries(port / "ports")]
         rates = [
-            re.match(r"([0-9.]+) Gb/sec", read_sysfs_line(one / "rate"))
-            for one in list_sysfs_entries(port / "ports")
+            re.match(r"([0-9.]+) Gb/sec", read_sysfs_line(entry / "rate"))
+            for entry in list_sysfs_entries(port / "ports")
         ]
-        found.append(
+        nics.append(
             Nic(
                 port.name,
                 pci_address(device),
@@ -269,7 +269,7 @@ def _read_nics(root: Path) -> list[Nic]:
         state, speed = read_sysfs_line(interface / "operstate"), read_sysfs_line(interface / "speed")
         rate = int(speed) / 1000 if re.fullmatch(r"[1-9][0-9]{0,6}", speed) else None
         up = {"up": True, "down": False}.get(state)
-        found.append(
+        nics.append(
             Nic(
                 interface.name,
                 pci_address(device),
@@ -281,7 +281,7 @@ def _read_nics(root: Path) -> list[Nic]:
                 _pci_path(device),
             )
         )
-    return sorted(found, key=lambda nic: (not nic.rdma, nic.address, nic.name))
+    return sorted(nics, key=lambda nic: (not nic.rdma, nic.address, nic.name))
 
 
 def _read_numa_node(device: Path) -> int | None:
@@ -308,7 +308,7 @@ def _pci_path(device: Path) -> tuple[str, ...]:
 
 
 def _pci_proximity(gpu: Gpu, nic: Nic) -> str:
-    """How a GPU and an adapter meet, by the bridges that they have in common."""
+    """The proximity of a GPU and an adapter, by the bridges that they have in common."""
     shared = 0
     for a, b in zip(gpu.path, nic.path, strict=False):
         if a != b:

@@ -41,7 +41,7 @@ class NoSingleTreeError(UsageError):
 
 
 _START_EDGES = 100_000
-"""How many edges all starts of a search may have together; a start of a large job has many."""
+"""The number of edges that all starts of a search may have together; a start of a large job has many."""
 _FEWEST_STARTS = 8
 
 
@@ -96,7 +96,11 @@ def place_job(
         whole, what = replace(fabric, trees={}), (ranks, per_node, degrees, traffic)
         frees = ([*nodes, *avoided] for nodes in fitting)
         return _cheapest(
-            fabric, [place_job(whole, one, *what, spares=spares, policy=policy, avoid=avoid) for one in frees]
+            fabric,
+            [
+                place_job(whole, candidates, *what, spares=spares, policy=policy, avoid=avoid)
+                for candidates in frees
+            ],
         )
     if policy in ("pin", "none"):
         usable = usable[: slots + spares]
@@ -183,7 +187,7 @@ def _cheapest(fabric: Fabric, tried: Sequence[PlacementResult]) -> PlacementResu
 
 
 class _PlacementProblem:
-    """What is placed, whatever the nodes."""
+    """The job to place, without the nodes."""
 
     def __init__(
         self, fabric: Fabric, ranks: int, per_node: int, degrees: ParallelDegrees, traffic: Traffic
@@ -195,7 +199,7 @@ class _PlacementProblem:
         self._orders = axis_orders(degrees, ranks, per_node, weights)
 
     def cost(self, nodes: Sequence[str]) -> PlacementCost:
-        """Of the ranks on these nodes."""
+        """The cost of the ranks on these nodes."""
         return compute_flow_cost(self._fabric, nodes, self._streams)
 
     def arrange(self, usable: Sequence[str], *, keep_whole: bool) -> tuple[list[str], PlacementMethod]:
@@ -217,10 +221,10 @@ class _PlacementProblem:
                 chosen = choose(self._slots, block) if len(starts) < most else None
                 if chosen is not None:
                     starts[tuple(site for _, site in sorted(zip(ordered, chosen, strict=True)))] = None
-        found = PlacementSearch(
+        result = PlacementSearch(
             LinkLoads(self._fabric, sites, self._slots, self._streams), free, keep_whole
         ).run(starts)
-        return [waiting[site].pop() for site in found.where], found.method
+        return [waiting[site].pop() for site in result.where], result.method
 
 
 def _in_topology_order(fabric: Fabric, nodes: Sequence[str]) -> list[str]:
@@ -239,7 +243,7 @@ def _group_by_rack(fabric: Fabric, nodes: Iterable[str]) -> dict[str, list[str]]
 
 
 def _choose_spread(fabric: Fabric, nodes: Sequence[str], count: int) -> list[str]:
-    """So many nodes, dealt from the racks in turns."""
+    """Choose nodes from the racks in turns."""
     return list(_round_robin(list(_group_by_rack(fabric, nodes).values())))[:count]
 
 
@@ -252,7 +256,7 @@ def _choose_spares(fabric: Fabric, nodes: Sequence[str], left: Sequence[str], co
     """One of each rack in turns: racks where the job has most nodes first, then those with fewest left."""
     at_work = {rack: len(working) for rack, working in _group_by_rack(fabric, nodes).items()}
     racks = sorted(
-        _group_by_rack(fabric, left).items(), key=lambda one: (-at_work.get(one[0], 0), len(one[1]))
+        _group_by_rack(fabric, left).items(), key=lambda rack: (-at_work.get(rack[0], 0), len(rack[1]))
     )
     return list(_round_robin([rest for _, rest in racks]))[:count]
 
@@ -283,7 +287,7 @@ def _why_policy(
         return
     whole = {rack: free for rack, free in before.items() if rack not in taken and len(free) > 1}
     if whole:
-        kept = sorted(_counts(whole), key=lambda one: -one[1])
+        kept = sorted(_counts(whole), key=lambda item: -item[1])
         yield f"left whole: {_listed(kept, 'free')}"
 
 
@@ -305,7 +309,7 @@ def _why_not_fewer(
     times = ""
     if len(nodes) <= _COMPARED:
         packed, _ = job.arrange(
-            _in_topology_order(fabric, [one for rack in fewest for one in rack]), keep_whole=True
+            _in_topology_order(fabric, [node for rack in fewest for node in rack]), keep_whole=True
         )
         narrow, wide = job.cost(packed).seconds, job.cost(nodes).seconds
         times = f" at {narrow / wide:.3g} times the modelled time" if narrow and wide else ""
@@ -340,8 +344,8 @@ def _why_cost(fabric: Fabric, price: PlacementCost, traffic: Traffic) -> Iterato
         if outermost == 0:
             yield f"{axis.axis} stays inside nodes"
         elif outermost > len(names):
-            known = " on ways that are not known" if names else ""
-            yield f"{axis.axis} goes between nodes{known} with {amount}"
+            condition = " on ways that are not known" if names else ""
+            yield f"{axis.axis} goes between nodes{condition} with {amount}"
         elif outermost == 1:
             yield f"{axis.axis} stays inside {pluralize(names[0], 2)}"
         else:
@@ -373,7 +377,7 @@ def _no_tree_message(
     groups: Mapping[str | None, Sequence[str]], slots: int, spares: int, policy: PlacementPolicy
 ) -> str:
     there = sorted(
-        ((name or "no tree", len(nodes)) for name, nodes in groups.items()), key=lambda one: -one[1]
+        ((name or "no tree", len(nodes)) for name, nodes in groups.items()), key=lambda item: -item[1]
     )
     needed = slots + spares
     which = "of the nodes given" if policy == "pin" else "that are free"

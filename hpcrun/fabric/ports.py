@@ -102,18 +102,18 @@ class PciLink:
     """What the slot above it could; None where there is none or it does not say."""
     slot_width: int | None = None
     iommu: str = ""
-    """How its memory accesses are translated: identity, DMA, DMA-FQ; empty: unknown, or not at all."""
+    """The translation of its memory accesses: identity, DMA, DMA-FQ; empty: none, or unknown."""
 
 
 def read_rdma_ports(root: Path = Path("/"), *, with_gids: bool = True) -> tuple[RdmaPort, ...]:
     """The ports of every RDMA device; without their tables of GIDs, which are long, for a quick look."""
-    found = []
+    ports = []
     for device in list_sysfs_entries(root / "sys/class/infiniband"):
         interfaces = tuple(path.name for path in list_sysfs_entries(device / "device/net"))
         for port in list_sysfs_entries(device / "ports"):
             if _NUMBER.fullmatch(port.name):
-                found.append(_read_port(device, port, interfaces, with_gids=with_gids))
-    return tuple(sorted(found, key=lambda one: (natural_sort_key(one.device), one.number)))
+                ports.append(_read_port(device, port, interfaces, with_gids=with_gids))
+    return tuple(sorted(ports, key=lambda port: (natural_sort_key(port.device), port.number)))
 
 
 def natural_sort_key(name: str) -> tuple[str | int, ...]:
@@ -145,7 +145,7 @@ def _word(pattern: re.Pattern[str], text: str) -> str:
 
 def _read_gids(port: Path) -> tuple[Gid, ...]:
     """The table without its empty places."""
-    found = []
+    gids = []
     for entry in list_sysfs_entries(port / "gids"):
         try:
             address = ipaddress.IPv6Address(read_sysfs_line(entry))
@@ -159,20 +159,20 @@ def _read_gids(port: Path) -> tuple[Gid, ...]:
             if read_sysfs_line(port / "link_layer") == "Ethernet"
             else None
         )
-        found.append(
+        gids.append(
             Gid(int(entry.name), str(address), roce, read_sysfs_line(port / "gid_attrs/ndevs" / entry.name))
         )
-    return tuple(sorted(found, key=lambda gid: gid.index))
+    return tuple(sorted(gids, key=lambda gid: gid.index))
 
 
 def read_network_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, ...]:
     """The network interfaces, with their addresses."""
     texts = (read_kernel_text(root / "proc/net" / name) for name in ("route", "fib_trie", "if_inet6"))
     networks = parse_interface_addresses(*texts)
-    found = []
+    interfaces = []
     for folder in list_sysfs_entries(root / "sys/class/net"):
         speed, mtu = read_sysfs_line(folder / "speed"), read_sysfs_line(folder / "mtu")
-        found.append(
+        interfaces.append(
             NetworkInterface(
                 folder.name,
                 _kind(folder),
@@ -184,7 +184,7 @@ def read_network_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, .
                 _ecn(folder / "ecn"),
             )
         )
-    return tuple(sorted(found, key=lambda one: natural_sort_key(one.name)))
+    return tuple(sorted(interfaces, key=lambda interface: natural_sort_key(interface.name)))
 
 
 def _kind(folder: Path) -> str:
@@ -228,46 +228,48 @@ def parse_interface_addresses(route: str, fib_trie: str, if_inet6: str) -> dict[
     The kernel lists local IPv4 addresses without their interface: an address belongs to whichever has a route
     to its network, which may be several.
     """
-    found: dict[str, list[str]] = {}
-    local = [one for one in parse_kernel_routes(route) if one.mask and not one.gateway]
+    addresses: dict[str, list[str]] = {}
+    local = [entry for entry in parse_kernel_routes(route) if entry.mask and not entry.gateway]
     for address in _local_addresses(fib_trie):
-        for one in local:
-            if int(ipaddress.IPv4Address(address)) & one.mask == one.network:
-                found.setdefault(one.interface, []).append(f"{address}/{one.mask.bit_count()}")
+        for local_route in local:
+            if int(ipaddress.IPv4Address(address)) & local_route.mask == local_route.network:
+                addresses.setdefault(local_route.interface, []).append(
+                    f"{address}/{local_route.mask.bit_count()}"
+                )
     for line in if_inet6.splitlines():
         words = line.split()
         if len(words) == 6 and re.fullmatch(r"[0-9a-f]{32}", words[0]) and words[5] != "lo":
             text = ipaddress.IPv6Address(int(words[0], 16))
             if re.fullmatch(r"[0-9a-f]{1,2}", words[2]):
-                found.setdefault(words[5], []).append(f"{text}/{int(words[2], 16)}")
-    return {name: tuple(dict.fromkeys(texts)) for name, texts in found.items()}
+                addresses.setdefault(words[5], []).append(f"{text}/{int(words[2], 16)}")
+    return {name: tuple(dict.fromkeys(texts)) for name, texts in addresses.items()}
 
 
 def _local_addresses(fib_trie: str) -> list[str]:
-    found: dict[str, None] = {}
+    local: dict[str, None] = {}
     last = ""
     for line in fib_trie.splitlines():
         if match := _UNICAST.match(line):
             last = match[1]
         elif last and _LOCAL.match(line) and not last.startswith("127."):
             try:
-                found[str(ipaddress.IPv4Address(last))] = None
+                local[str(ipaddress.IPv4Address(last))] = None
             except ValueError:
                 last = ""
-    return list(found)
+    return list(local)
 
 
 def read_pci_links(root: Path, host: NodeTopology) -> tuple[PciLink, ...]:
     """The links of GPUs and adapters that stand on a PCI bus."""
     devices = [(f"GPU {gpu.index}", gpu.address, gpu.path) for gpu in host.gpus]
     devices += [(nic.name, nic.address, nic.path) for nic in host.nics]
-    found = []
+    links = []
     for name, address, path in devices:
         if not address:
             continue
         here = root / "sys/bus/pci/devices" / address
         slot = root / "sys/bus/pci/devices" / path[-1] if len(path) > 1 else None
-        found.append(
+        links.append(
             PciLink(
                 name,
                 address,
@@ -280,7 +282,7 @@ def read_pci_links(root: Path, host: NodeTopology) -> tuple[PciLink, ...]:
                 read_sysfs_line(here / "iommu_group/type"),
             )
         )
-    return tuple(found)
+    return tuple(links)
 
 
 def _speed(path: Path) -> float | None:

@@ -34,12 +34,12 @@ CollectiveAlgorithm = Literal[
 
 
 class CommunicationRound(NamedTuple):
-    """Who sends to whom at one time, by rank in the group, and which share of the size."""
+    """One step of a collective: who sends to whom, by rank in the group, and which share of the size."""
 
     pairs: tuple[tuple[int, int], ...]
     share: float
     times: int = 1
-    """How often the same round comes."""
+    """The number of repetitions."""
     reduces: bool = False
     """Receivers add what they get to what they have."""
     pipelined: bool = False
@@ -53,15 +53,15 @@ def collective_rounds(
 
     `inner` neighbouring ranks are near each other (on a node, say); two_level and torus go by it.
     """
-    known = _ALGORITHMS[collective]
-    if algorithm not in known:
-        raise UsageError(f"{collective}: has no algorithm {algorithm}; use {' or '.join(known)}")
+    algorithms = _ALGORITHMS[collective]
+    if algorithm not in algorithms:
+        raise UsageError(f"{collective}: has no algorithm {algorithm}; use {' or '.join(algorithms)}")
     if algorithm in NESTED_ALGORITHMS and (ranks % inner or not 1 < inner < ranks):
         raise UsageError(
             f"{collective}: {algorithm} wants {ranks} ranks in several equal groups of more than one,"
             f" not groups of {inner}"
         )
-    return known[algorithm](ranks, inner) if ranks > 1 else []
+    return algorithms[algorithm](ranks, inner) if ranks > 1 else []
 
 
 NESTED_ALGORITHMS: frozenset[CollectiveAlgorithm] = frozenset({"two_level", "torus"})
@@ -88,7 +88,7 @@ def _circle(members: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _whole_ring(count: int) -> list[CommunicationRound]:
-    """Everybody's whole data goes round, and everybody adds up all of it (gloo's plain ring)."""
+    """The whole data of every rank goes round, and every rank reduces all of it (gloo's plain ring)."""
     return [CommunicationRound(_circle(range(count)), 1.0, count - 1, reduces=True)]
 
 
@@ -118,9 +118,9 @@ def _tree(count: int) -> list[CommunicationRound]:
 
 
 def _up(down: Iterable[CommunicationRound]) -> list[CommunicationRound]:
-    """The same tree from the leaves to the root."""
+    """A tree reversed: from the leaves to the root."""
     return [
-        one._replace(pairs=tuple((b, a) for a, b in one.pairs), reduces=True) for one in reversed([*down])
+        step._replace(pairs=tuple((b, a) for a, b in step.pairs), reduces=True) for step in reversed([*down])
     ]
 
 
@@ -149,12 +149,12 @@ def _preorder_tree(count: int) -> list[CommunicationRound]:
 
 def _binary_edges(count: int) -> list[tuple[int, int]]:
     """Parent and child of an in-order binary tree: odd ranks are leaves."""
-    found = []
+    edges = []
     for rank in range(1, count):
         bit = rank & -rank
         above = (rank ^ bit) | (bit << 1)
-        found.append((above if above < count else rank ^ bit, rank))
-    return found
+        edges.append((above if above < count else rank ^ bit, rank))
+    return edges
 
 
 def _depth(edges: Iterable[tuple[int, int]]) -> int:
@@ -185,7 +185,7 @@ def _double_tree(count: int) -> list[CommunicationRound]:
 
 
 def _doubling(count: int) -> list[CommunicationRound]:
-    """Everybody exchanges everything with a partner twice as far each round."""
+    """Ranks exchange all data with a partner twice as far each round."""
     return _fold_to_power_of_two(count, lambda powers: [(far, 1.0, True) for far in powers])
 
 
@@ -199,7 +199,7 @@ def _halving_doubling(count: int) -> list[CommunicationRound]:
 
     def shares(powers: list[int]) -> list[tuple[int, float, bool]]:
         out = [(far, far / (2 * powers[-1])) for far in reversed(powers)]
-        return [*((*one, True) for one in out), *((*one, False) for one in reversed(out))]
+        return [*((*part, True) for part in out), *((*part, False) for part in reversed(out))]
 
     return _fold_to_power_of_two(count, shares)
 
@@ -209,7 +209,7 @@ def _rabenseifner(count: int) -> list[CommunicationRound]:
 
     def shares(powers: list[int]) -> list[tuple[int, float, bool]]:
         out = [(far, 1 / (2 * far)) for far in powers]
-        return [*((*one, True) for one in out), *((*one, False) for one in reversed(out))]
+        return [*((*part, True) for part in out), *((*part, False) for part in reversed(out))]
 
     return _fold_to_power_of_two(count, shares)
 
@@ -232,7 +232,7 @@ def _fold_to_power_of_two(
     ]
     if not rest:
         return exchanged
-    reducing = any(one.reduces for one in exchanged)
+    reducing = any(step.reduces for step in exchanged)
     return [
         CommunicationRound(rest, 1.0, reduces=reducing),
         *exchanged,
@@ -275,11 +275,11 @@ def _nested(count: int, inner: int, across: list[CommunicationRound]) -> list[Co
     near = tuple(pair for start in range(0, count, inner) for pair in _circle(range(start, start + inner)))
     lap = CommunicationRound(near, 1 / inner, inner - 1)
     far = [
-        one._replace(
-            pairs=tuple((a * inner + own, b * inner + own) for a, b in one.pairs for own in range(inner)),
-            share=one.share / inner,
+        step._replace(
+            pairs=tuple((a * inner + own, b * inner + own) for a, b in step.pairs for own in range(inner)),
+            share=step.share / inner,
         )
-        for one in across
+        for step in across
     ]
     return [lap._replace(reduces=True), *far, lap]
 

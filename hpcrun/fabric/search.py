@@ -59,12 +59,12 @@ class PlacementSearch:
         for where in starts:
             self._reset(where)
             ranked.append((self._key(), tuple(where)))
-        ranked.sort(key=lambda one: one[0])
+        ranked.sort(key=lambda start: start[0])
         if len(self.free) == 1:
             return SearchResult(ranked[0][1], "exact")
         best = min(
             (self._improve(where, key) for key, where in ranked[: _IMPROVED if self._small else 1]),
-            key=lambda one: one[0],
+            key=lambda start: start[0],
         )
         if len(self.loads.where) <= EXACT_SLOTS:
             proven, best = self._prove(best)

@@ -62,8 +62,8 @@ def _check_topology(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield key, f"is not known; did you mean {close[0]}?"
     kinds = [kind for kind in _LISTS if entry.get(kind) not in (None, {})]
     if not kinds and entry.get("flat") is not True:
-        found = ", ".join(key for key in entry if key not in ("topology", "cluster_default")) or "nothing"
-        yield "", f"describes no topology; write one of flat: true, {', '.join(_LISTS)}; found: {found}"
+        listed = ", ".join(key for key in entry if key not in ("topology", "cluster_default")) or "nothing"
+        yield "", f"describes no topology; write one of flat: true, {', '.join(_LISTS)}; found: {listed}"
     for kind in kinds:
         yield from _check_section(kind, entry[kind])
 
@@ -76,8 +76,8 @@ def _check_section(kind: str, section: Any) -> Iterator[tuple[str, str]]:
         return
     units = section.get(lists)
     if units is None:
-        found = ", ".join(section) or "nothing"
-        yield kind, f"must hold {lists}: {form}; found: {found}"
+        listed = ", ".join(section) or "nothing"
+        yield kind, f"must hold {lists}: {form}; found: {listed}"
         return
     if not isinstance(units, list) or not units:
         what = "nothing" if units == [] else f"{str(units)[:40]!r}"
@@ -99,8 +99,8 @@ def _check_unit(kind: str, where: str, unit: Any) -> Iterator[tuple[str, str]]:
             yield f"{where}.{part}", "must be one text such as n[01-04], no YAML list"
     if not any(unit.get(part) for part in _PARTS[kind]):
         # A block, ring or torus may stand there for nodes to come.
-        known = {unit_key, "nodes", "children", "regions", "dims", "cross_topology"}
-        close = [key for key in unit if key not in known]
+        keys = {unit_key, "nodes", "children", "regions", "dims", "cross_topology"}
+        close = [key for key in unit if key not in keys]
         if kind == "tree" or close:
             hint = f"; found: {', '.join(map(str, close))}" if close else ""
             yield where, f"holds nothing; write {' or '.join(_PARTS[kind])}{hint}"

@@ -1,4 +1,4 @@
-"""The topology of a cluster, from whatever text or answer describes it."""
+"""The topology of a cluster, from any text or answer that describes it."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def _form(units: Sequence[TopologyUnit]) -> str:
 def _from_topoconf(text: str, name: str) -> Fabric:
     check_topoconf(text, name)
     topologies = parse_topoconf(text)
-    one = next((topology for topology in topologies if topology.is_default), topologies[0])
-    if not one.units:
-        return flat_fabric((), name, [f"{name}: no switches known, the topology {one.name} is flat"])
-    blocks = _other_blocks(one, topologies)
-    fabric = build_fabric([*one.units, *blocks], name, f"{name} (topology {one.name})")
-    others = [topology.name for topology in topologies if topology is not one]
-    note = f"{name}: of several topologies {one.name} is taken, besides {', '.join(others)}"
+    chosen = next((topology for topology in topologies if topology.is_default), topologies[0])
+    if not chosen.units:
+        return flat_fabric((), name, [f"{name}: no switches known, the topology {chosen.name} is flat"])
+    blocks = _other_blocks(chosen, topologies)
+    fabric = build_fabric([*chosen.units, *blocks], name, f"{name} (topology {chosen.name})")
+    others = [topology.name for topology in topologies if topology is not chosen]
+    note = f"{name}: of several topologies {chosen.name} is taken, besides {', '.join(others)}"
     note += (
         "; its blocks are a level below the leaves"
         if fabric.levels[:1] == (FabricLevel(BLOCK),) and blocks
@@ -95,11 +95,11 @@ def _from_topoconf(text: str, name: str) -> Fabric:
     return replace(fabric, notes=(note, *fabric.notes)) if others else fabric
 
 
-def _other_blocks(one: NamedTopology, topologies: Iterable[NamedTopology]) -> list[TopologyUnit]:
+def _other_blocks(chosen: NamedTopology, topologies: Iterable[NamedTopology]) -> list[TopologyUnit]:
     """The NVLink blocks of another topology, where the one in use is a tree."""
-    if any(unit.kind != "switch" for unit in one.units):
+    if any(unit.kind != "switch" for unit in chosen.units):
         return []
-    kinds = (topology.units for topology in topologies if topology is not one)
+    kinds = (topology.units for topology in topologies if topology is not chosen)
     return list(next((units for units in kinds if units and all(unit.kind == "block" for unit in units)), ()))
 
 
@@ -163,10 +163,10 @@ def fabric_from_names(
     names = tuple(dict.fromkeys(nodes))
     rows: list[tuple[str | None, ...]] = []
     for node in names:
-        found = next(
+        match = next(
             filter(None, map(compiled.search, features.get(node, ()) if features else (node,))), None
         )
-        rows.append(tuple(found[group] if found else None for group in groups))
+        rows.append(tuple(match[group] if match else None for group in groups))
     missing = [node for node, row in zip(names, rows, strict=True) if row[0] is None]
     notes = [f"topology.pattern finds no leaf for {_few(missing)}"] if missing else []
     if len(missing) == len(names):
@@ -193,9 +193,9 @@ def fabric_from_addresses(addresses: Mapping[str, tuple[str, str]]) -> Fabric:
                 rails[node] = names
         row.update((BLOCK, text) for kind, text in levels if kind == "block" and text)
         rows[node] = row
-    found = {level for row in rows.values() for level in row}
+    level_names = {level for row in rows.values() for level in row}
     deepest = max((pattern.count(".") for _, pattern in addresses.values()), default=0)
-    names_of = [level for level in (BLOCK, *map(level_name, range(deepest))) if level in found]
+    names_of = [level for level in (BLOCK, *map(level_name, range(deepest))) if level in level_names]
     if not names_of:
         notes.append("Slurm gives the nodes no place in a topology")
     return Fabric(
@@ -273,9 +273,9 @@ def _from_slurm(live: LiveCluster | None, order: Sequence[str]) -> Fabric:
     if live is None:
         return flat_fabric(order, "nothing", ["no topology known: Slurm was not asked"])
     if not live.units:
-        said = live.unknown.get("topology")
-        words = said or f"TopologyPlugin={live.plugin} knows no switches and no blocks"
-        return flat_fabric(order, "Slurm", [f"no topology known: {words}"], is_unread=said is not None)
+        reason = live.unknown.get("topology")
+        words = reason or f"TopologyPlugin={live.plugin} knows no switches and no blocks"
+        return flat_fabric(order, "Slurm", [f"no topology known: {words}"], is_unread=reason is not None)
     try:
         return build_fabric(live.units, "scontrol show topology", f"Slurm ({_form(live.units)[7:]})")
     except UsageError as error:
@@ -292,16 +292,16 @@ def _from_pattern(pattern: str, live: LiveCluster | None, order: Sequence[str]) 
 
 def _restrict_to_nodes(fabric: Fabric, order: Sequence[str]) -> Fabric:
     """The fabric over these nodes; where it knows levels, those that it does not place are said."""
-    found = fabric.restricted(order)
-    known = {node for grid in found.grids for node in grid.nodes}
+    restricted = fabric.restricted(order)
+    gridded = {node for grid in restricted.grids for node in grid.nodes}
     lost = [
         node
-        for node, above in zip(found.nodes, found.units, strict=True)
-        if node not in known and not any(above)
+        for node, above in zip(restricted.nodes, restricted.units, strict=True)
+        if node not in gridded and not any(above)
     ]
     if not lost or not (fabric.levels or fabric.grids):
-        return found
-    return replace(found, notes=(*found.notes, f"in no unit of the topology: {_few(lost)}"))
+        return restricted
+    return replace(restricted, notes=(*restricted.notes, f"in no unit of the topology: {_few(lost)}"))
 
 
 def _few(nodes: Sequence[str]) -> str:

@@ -129,7 +129,7 @@ def declared_traffic(
 
 
 def axis_stride(degrees: ParallelDegrees, axis: str) -> int:
-    """How many ranks apart neighbours on an axis are; experts are dealt over neighbours in dp · cp."""
+    """The distance in ranks of neighbours on an axis; experts are dealt over neighbours in dp · cp."""
     if axis == "ep":
         return degrees.tp
     return 1 if axis == ALL_RANKS else math.prod(degrees.shape[AXES.index(axis) + 1 :])

@@ -72,14 +72,14 @@ def _expand(unit: TopologyUnit, name: str) -> tuple[str, ...]:
 
 
 def _each_once(units: Sequence[TopologyUnit], name: str) -> dict[str, TopologyUnit]:
-    found: dict[str, TopologyUnit] = {}
+    units_by_name: dict[str, TopologyUnit] = {}
     for unit in units:
-        if unit.name in found:
-            first = found[unit.name].line
+        if unit.name in units_by_name:
+            first = units_by_name[unit.name].line
             since = f", first on line {first}" if first else ""
             raise UsageError(f"{_where(unit, name)}: stands twice{since}; give each unit a name of its own")
-        found[unit.name] = unit
-    return found
+        units_by_name[unit.name] = unit
+    return units_by_name
 
 
 def _names(text: str, where: str) -> tuple[str, ...]:
@@ -139,8 +139,8 @@ class _SwitchTree:
                 if following is not None:
                     way.append(following)
                     continue
-                said = min(self._switches[at].level or 0, _MOST_LEVELS)
-                heights[at] = max([said, *(heights[child] + 1 for child in self._children[at])])
+                stated = min(self._switches[at].level or 0, _MOST_LEVELS)
+                heights[at] = max([stated, *(heights[child] + 1 for child in self._children[at])])
                 way.pop()
         return heights
 
@@ -192,8 +192,8 @@ class _SwitchTree:
         tops: dict[str, str] = {}
         for switch in sorted(self._switches, key=lambda switch: -self._heights[switch]):
             tops.setdefault(root(switch), switch)
-        found = {node: tops[root(switch)] for node, switch in first.items()}
-        return found if len(set(found.values())) > 1 else {}
+        tree_of_node = {node: tops[root(switch)] for node, switch in first.items()}
+        return tree_of_node if len(set(tree_of_node.values())) > 1 else {}
 
     def columns(self, nodes: Sequence[str], of_slurm: bool) -> tuple[list[int], list[tuple[str | None, ...]]]:
         """The heights that there are, and for every node its switch at each of them."""
@@ -223,12 +223,14 @@ class _SwitchTree:
 
 def _blocks(units: Sequence[TopologyUnit], name: str, notes: list[str]) -> dict[str, str]:
     """The block of every node."""
-    found: dict[str, str] = {}
+    block_of_node: dict[str, str] = {}
     for unit in _each_once(units, name).values():
         for node in _expand(unit, name):
-            if found.setdefault(node, unit.name) != unit.name:
-                notes.append(f"{node}: is in the blocks {found[node]} and {unit.name}; the first one counts")
-    return found
+            if block_of_node.setdefault(node, unit.name) != unit.name:
+                notes.append(
+                    f"{node}: is in the blocks {block_of_node[node]} and {unit.name}; the first one counts"
+                )
+    return block_of_node
 
 
 def _blocks_are_nested(

@@ -28,7 +28,7 @@ _UNREAD: Mapping[str, tuple[str, ...]] = {
     "efa": _OF_VERBS,
     "tcp": _OF_VERBS,
 }
-"""How variables begin that have no effect, by transport: classes and addresses are for RoCE alone."""
+"""Prefixes of variables without effect, by transport: classes and addresses are for RoCE alone."""
 _NOTHING = "nothing to set: the profile names no interface, devices or traffic class"
 _FAMILIES = {"ipv4": "AF_INET", "ipv6": "AF_INET6"}
 
@@ -39,7 +39,7 @@ class AdviceContext:
 
     cluster: ClusterSpec | None
     nodes: int = 2
-    """How many it runs on; 0: not known."""
+    """The number of nodes; 0: not known."""
     reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What the doctor has told of nodes, by node."""
     nccl: Version | None = None
@@ -57,15 +57,15 @@ def advise_settings(situation: AdviceContext) -> CommSettings:
 
     Tuning comes from measurements alone: nothing is set because others have set it.
     """
-    found = _system_facts(situation)
-    tuning, refused = _split_measured(situation, {one.name for one in found.all()})
-    measured = {one.name for one in tuning}
+    facts = _system_facts(situation)
+    tuning, refused = _split_measured(situation, {setting.name for setting in facts.all()})
+    measured = {setting.name for setting in tuning}
     notes = (
-        one
-        for one in found.notes
-        if one.partition(" is not set: ")[0] not in measured and not (tuning and one == _NOTHING)
+        note
+        for note in facts.notes
+        if note.partition(" is not set: ")[0] not in measured and not (tuning and note == _NOTHING)
     )
-    return CommSettings((*found.everywhere, *tuning), found.by_node, (), (*notes, *refused))
+    return CommSettings((*facts.everywhere, *tuning), facts.by_node, (), (*notes, *refused))
 
 
 def _system_facts(situation: AdviceContext) -> CommSettings:
@@ -83,22 +83,22 @@ def _system_facts(situation: AdviceContext) -> CommSettings:
         return CommSettings(
             tuple(_advise_interface(situation)), {}, (), (*notes, *kind.notes, *_unmeasured(kind))
         )
-    found = (
+    advised = (
         *_advise_interface(situation),
         *_advise_devices(cluster, network.hcas, "profile: network.hcas"),
         *_advise_traffic_classes(cluster, kind),
         *_advise_address_family(situation),
         *_advise_fabric_facts(kind),
     )
-    everywhere, late = _split_by_version(found, situation.nccl)
+    everywhere, late = _split_by_version(advised, situation.nccl)
     everywhere, idle = _split_by_effect(everywhere, kind)
-    by_node, told = _advise_per_node(situation)
+    by_node, node_notes = _advise_per_node(situation)
     by_node = {node: tuple(_split_by_effect(of, kind)[0]) for node, of in by_node.items()}
     by_node = {node: of for node, of in by_node.items() if of}
     notes += [
         *late,
         *idle,
-        *told,
+        *node_notes,
         *_class_disagreement_notes(cluster, everywhere),
         *(kind.notes if kind else ()),
     ]
@@ -116,34 +116,37 @@ def _split_measured(situation: AdviceContext, facts: Collection[str]) -> tuple[l
     """What is measured and may be set; and what may not, with the reason."""
     kind = _fabric_kind(situation.cluster) if situation.cluster else None
     kept, notes = _split_by_version(situation.measured, situation.nccl)
-    allowed, lost = [], {one.source: one.name for one in situation.measured if one not in kept}
-    for one in kept:
+    allowed, lost = (
+        [],
+        {setting.source: setting.name for setting in situation.measured if setting not in kept},
+    )
+    for setting in kept:
         if kind is not None and kind.has_script:
             why = f"the script of {kind.title} sets it, and its checker refuses others"
-        elif one.name in facts:
+        elif setting.name in facts:
             why = "it is a fact of the system here, not a matter of tuning"
-        elif not (one.reason and one.source):
+        elif not (setting.reason and setting.source):
             why = "it names no sweep and no figures"
         else:
-            why = _objection(one, situation.nccl)
+            why = _objection(setting, situation.nccl)
         if why:
-            notes.append(f"{one.name}={one.value}, measured, is left out: {why}")
-            lost[one.source] = one.name
+            notes.append(f"{setting.name}={setting.value}, measured, is left out: {why}")
+            lost[setting.source] = setting.name
         else:
-            allowed.append(one)
-    for one in allowed:
-        if one.source in lost:
-            why = f"it was measured together with {lost[one.source]}"
-            notes.append(f"{one.name}={one.value}, measured, is left out: {why}")
-    return [one for one in allowed if one.source not in lost], notes
+            allowed.append(setting)
+    for setting in allowed:
+        if setting.source in lost:
+            why = f"it was measured together with {lost[setting.source]}"
+            notes.append(f"{setting.name}={setting.value}, measured, is left out: {why}")
+    return [setting for setting in allowed if setting.source not in lost], notes
 
 
-def _objection(one: CommSetting, nccl: Version | None) -> str:
+def _objection(setting: CommSetting, nccl: Version | None) -> str:
     """What speaks against a value; empty: nothing."""
-    if forces_ll128(one.name, one.value, nccl):
+    if forces_ll128(setting.name, setting.value, nccl):
         return FORCED_LL128_DANGER
-    found = check_assignment(Assigned(one.name, one.value, "measured", one.source), nccl)
-    return "; ".join(fault.message for fault in found if fault.severity == "error")
+    faults = check_assignment(Assigned(setting.name, setting.value, "measured", setting.source), nccl)
+    return "; ".join(fault.message for fault in faults if fault.severity == "error")
 
 
 def _split_by_effect(
@@ -151,13 +154,13 @@ def _split_by_effect(
 ) -> tuple[list[CommSetting], list[str]]:
     """Those that anybody reads on such a fabric; the others are told."""
     starts = _UNREAD.get(kind.transport, ()) if kind else ()
-    idle = [one for one in settings if one.name.startswith(starts)]
+    idle = [setting for setting in settings if setting.name.startswith(starts)]
     notes = [
-        f"{one.name} is left out: on {kind.title} nothing reads it ({one.source})"
-        for one in idle
+        f"{setting.name} is left out: on {kind.title} nothing reads it ({setting.source})"
+        for setting in idle
         if kind is not None
     ]
-    return [one for one in settings if one not in idle], notes
+    return [setting for setting in settings if setting not in idle], notes
 
 
 def _has_interface(situation: AdviceContext, interface: str) -> bool:
@@ -242,9 +245,9 @@ def _family_of_nodes(situation: AdviceContext) -> Iterator[CommSetting]:
 
 
 def _advise_fabric_facts(kind: FabricKind | None) -> Iterator[CommSetting]:
-    for one in kind.settings if kind else ():
+    for fact in kind.settings if kind else ():
         source = f"fabric {kind.name}: {kind.source}" if kind else ""
-        yield CommSetting(one.name, one.value, one.reason, source, one.needs)
+        yield CommSetting(fact.name, fact.value, fact.reason, source, fact.needs)
 
 
 def _used_ports(situation: AdviceContext, node: str) -> list[Any]:
@@ -260,12 +263,14 @@ def _advise_per_node(situation: AdviceContext) -> tuple[dict[str, tuple[CommSett
     """Values that hold on one node alone, by its report; and what was seen there."""
     assert situation.cluster is not None
     hcas = situation.cluster.network.hcas
-    found: dict[str, tuple[CommSetting, ...]] = {}
+    settings_of_node: dict[str, tuple[CommSetting, ...]] = {}
     notes: list[str] = []
     for node, report in situation.reports.items():
         settings: list[CommSetting] = []
         ports = ports_of_report(report)
-        good = [hca for hca in hcas if any(one.device == hca and one.is_active is not False for one in ports)]
+        good = [
+            hca for hca in hcas if any(port.device == hca and port.is_active is not False for port in ports)
+        ]
         if ports and hcas and good != hcas:
             lacking = ", ".join(hca for hca in hcas if hca not in good)
             if good:
@@ -276,14 +281,18 @@ def _advise_per_node(situation: AdviceContext) -> tuple[dict[str, tuple[CommSett
             )
         settings += _gid_index(situation, node, notes)
         if settings:
-            found[node] = tuple(settings)
-    return found, notes
+            settings_of_node[node] = tuple(settings)
+    return settings_of_node, notes
 
 
 def _report_source(report: Mapping[str, Any]) -> str:
-    """A report with its day: what it tells may have been mended since."""
-    told = report.get("time")
-    day = time.strftime("%Y-%m-%d", time.localtime(told)) if isinstance(told, int | float) else "unknown date"
+    """The source of a value: the report with its day, as the node may have changed since."""
+    moment = report.get("time")
+    day = (
+        time.strftime("%Y-%m-%d", time.localtime(moment))
+        if isinstance(moment, int | float)
+        else "unknown date"
+    )
     return f"doctor's report of the node, {day}"
 
 
@@ -310,33 +319,33 @@ def _split_by_version(
 ) -> tuple[list[CommSetting], list[str]]:
     """Those that this NCCL reads; the others are told."""
     kept, notes = [], []
-    for one in settings:
-        needs = required_nccl_release(one)
+    for setting in settings:
+        needs = required_nccl_release(setting)
         if nccl is not None and needs is not None and nccl < needs:
-            notes.append(f"{one.name} is left out: it needs {one.needs}, this is {format_version(nccl)}")
+            notes.append(
+                f"{setting.name} is left out: it needs {setting.needs}, this is {format_version(nccl)}"
+            )
         else:
-            kept.append(one)
+            kept.append(setting)
     return kept, notes
 
 
 def _class_disagreement_notes(cluster: ClusterSpec, settings: Sequence[CommSetting]) -> list[str]:
     """Whether what is set, with the profile's own env, leaves NCCL and MPI in two classes."""
     of_site = set_variables(cluster.env)
-    environ = {one.name: one.value for one in settings} | of_site
-    if "NCCL_IB_TC" in of_site and any(one.name == "UCX_IB_TRAFFIC_CLASS" for one in settings):
+    environ = {setting.name: setting.value for setting in settings} | of_site
+    if "NCCL_IB_TC" in of_site and any(setting.name == "UCX_IB_TRAFFIC_CLASS" for setting in settings):
         # MPI goes along with it where only NCCL's is set.
         environ |= {"UCX_IB_TRAFFIC_CLASS": of_site["NCCL_IB_TC"]} | of_site
     if not any(name in environ for name in ("NCCL_IB_TC", "UCX_IB_TRAFFIC_CLASS")):
         return []
-    found = check_class_agreement(
+    findings = check_class_agreement(
         environ, f"profile {cluster.name}", uses_ucx=cluster.mpi.library == "openmpi"
     )
-    return [str(one) for one in found]
+    return [str(finding) for finding in findings]
 
 
-def _unmeasured(kind: FabricKind | None) -> list[str]:
-    return [
-        f"{one.name} is not set: {kind.source} has {one.value} ({one.says}), and nobody has measured it here"
-        for one in (kind.published if kind else ())
-        if kind is not None
-    ]
+def _unmeasured(kind: FabricKind | None) -> Iterator[str]:
+    for tuning in kind.published if kind else ():
+        source = f"{kind.source if kind else ''} has {tuning.value} ({tuning.says})"
+        yield f"{tuning.name} is not set: {source}, and it is not measured here"

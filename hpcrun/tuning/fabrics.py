@@ -73,7 +73,7 @@ class FabricKind:
     cnp: Mapping[str, int] | None = None
     trust: str = ""
     host: str = ""
-    """Whose adapters the host's part of the checklist is for."""
+    """The vendor of the adapters in the host's part of the checklist."""
     settings: tuple[SystemFact, ...] = ()
     published: tuple[PublishedTuning, ...] = ()
     notes: tuple[str, ...] = ()
@@ -90,15 +90,15 @@ def load_fabric_kinds() -> dict[str, FabricKind]:
 
 def find_fabric_kind(name: str, where: str = "") -> FabricKind:
     """A kind by its name; UsageError lists what there is."""
-    found = load_fabric_kinds().get(name)
-    if found is None:
+    kind = load_fabric_kinds().get(name)
+    if kind is None:
         close = difflib.get_close_matches(name, load_fabric_kinds(), n=1)
         near = f"; did you mean {close[0]}?" if close else ""
         raise UsageError(
             f"{where + ': ' if where else ''}{name}: no such fabric{near}; there are"
             f" {', '.join(load_fabric_kinds())}"
         )
-    return found
+    return kind
 
 
 def _parse_fabric_kind(name: str, values: Mapping[str, Any]) -> FabricKind:

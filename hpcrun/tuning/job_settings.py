@@ -52,8 +52,8 @@ def advise_job(
     measured, unmeasured = _policy_settings(cluster, demand)
     if nodes is not None:
         short = {node.partition(".")[0] for node in nodes}
-        reports = {node: one for node, one in reports.items() if node.partition(".")[0] in short}
-    found = advise_settings(
+        reports = {node: report for node, report in reports.items() if node.partition(".")[0] in short}
+    advice = advise_settings(
         AdviceContext(
             cluster,
             count,
@@ -63,9 +63,9 @@ def advise_job(
             measured,
         )
     )
-    settings = CommSettings(found.everywhere, found.by_node, (), (*notes, *found.notes, *unmeasured))
-    told = find_corrupting_settings(own, version, "env of the job")
-    return replace(settings, notes=(*settings.notes, *told)).without_variables(own, "env of the job")
+    settings = CommSettings(advice.everywhere, advice.by_node, (), (*notes, *advice.notes, *unmeasured))
+    corrupting = find_corrupting_settings(own, version, "env of the job")
+    return replace(settings, notes=(*settings.notes, *corrupting)).without_variables(own, "env of the job")
 
 
 def preview_job_settings(
@@ -80,11 +80,11 @@ def preview_job_settings(
     site_env = {} if cluster is None else {name: value or "" for name, value in cluster.env.items()}
     of_site = {} if cluster is None else {**site_env, **_exported_variables(cluster)}
     settings = advise_job(spec, cluster, nccl=nccl, stands={**shell, **of_site})
-    told = [
+    corrupting = [
         *find_corrupting_settings(of_site, nccl, f"profile {cluster.name}" if cluster else ""),
         *find_corrupting_settings(shell, nccl, "this shell"),
     ]
-    settings = replace(settings, notes=(*settings.notes, *told))
+    settings = replace(settings, notes=(*settings.notes, *corrupting))
     if cluster is not None:
         settings = settings.without_variables(site_env, f"env of profile {cluster.name}")
         settings = settings.without_variables(
@@ -94,33 +94,38 @@ def preview_job_settings(
 
 
 def find_corrupting_settings(environ: Mapping[str, str], nccl: Version | None, by: str) -> list[str]:
-    """What somebody else sets although it may corrupt data and no platform asks for it; theirs to mend."""
+    """Notes on settings of others that may corrupt data and that no platform asks for."""
     given = {name: Assigned(name, value, by, by) for name, value in environ.items()}
     return [
-        f"{name}={one} stands, as {by} has it: it turns LL128 on also where NCCL has it off, which corrupts"
+        f"{name}={value} stands, as {by} has it: it turns LL128 on also where NCCL has it off, which corrupts"
         f" data in silence; where it is safe NCCL takes LL128 by itself; write {name}=^LL128"
-        for name, one in environ.items()
-        if forces_ll128(name, one, nccl) and not is_demanded_by_platform(name, one, given)
+        for name, value in environ.items()
+        if forces_ll128(name, value, nccl) and not is_demanded_by_platform(name, value, given)
     ]
 
 
 def align_mpi_class(settings: CommSettings) -> CommSettings:
-    """The same, with MPI's class and level as NCCL's stand: where somebody has set those, ours go along."""
-    stands = {one.name: one for one in settings.overruled}
+    """Settings in which MPI's class and level follow the NCCL values that somebody else has set."""
+    stands = {setting.name: setting for setting in settings.overruled}
 
-    def led(one: CommSetting) -> CommSetting:
-        lead = stands.get(_FOLLOWED_VARIABLES.get(one.name, ""))
-        if lead is None or lead.value == one.value or not re.fullmatch("[0-9]{1,3}", lead.value):
-            return one
-        return replace(one, value=lead.value, reason=f"as {lead.name} stands", source=lead.by)
+    def led(setting: CommSetting) -> CommSetting:
+        lead = stands.get(_FOLLOWED_VARIABLES.get(setting.name, ""))
+        if lead is None or lead.value == setting.value or not re.fullmatch("[0-9]{1,3}", lead.value):
+            return setting
+        return replace(setting, value=lead.value, reason=f"as {lead.name} stands", source=lead.by)
 
     return replace(settings, everywhere=tuple(map(led, settings.everywhere)))
 
 
 def _exported_variables(cluster: ClusterSpec) -> dict[str, str]:
     """What the profile's own lines set for every job."""
-    found = effective_assignments(resolve_layers([parse_script_exports("\n".join(cluster.setup), "setup")]))
-    return {name: "(computed)" if one.value is None else one.value for name, one in found.items()}
+    assignments = effective_assignments(
+        resolve_layers([parse_script_exports("\n".join(cluster.setup), "setup")])
+    )
+    return {
+        name: "(computed)" if assignment.value is None else assignment.value
+        for name, assignment in assignments.items()
+    }
 
 
 def _policy_settings(
@@ -144,12 +149,12 @@ def _load_reports(cluster: ClusterSpec | None) -> tuple[dict[str, dict[str, Any]
         return {}, []
     path = Path(expand_path(cluster.network.reports))
     try:
-        found = read_json(path)
-        if found is None:
+        content = read_json(path)
+        if content is None:
             return {}, [
                 f"{path}: network.reports of the profile is not there (yet); nothing is known by node"
             ]
-        return dict(parse_doctor_reports(found, str(path))), []
+        return dict(parse_doctor_reports(content, str(path))), []
     except OSError as error:
         return {}, [f"{path}: network.reports of the profile cannot be read: {error.strerror}"]
     except UsageError as error:

@@ -29,11 +29,15 @@ def make_note(name: str, text: str, remedy: str = "", proposal: str | None = Non
 
 def closest_word(word: str, allowed: Sequence[str]) -> str | None:
     """The allowed word that was most likely meant: a misspelling, or a word cut short or drawn out."""
-    by_upper = {one.upper(): one for one in allowed}
+    by_upper = {allowed_word.upper(): allowed_word for allowed_word in allowed}
     close = difflib.get_close_matches(word.upper(), by_upper, n=1, cutoff=_CLOSE)
     if close:
         return by_upper[close[0]]
-    longer = [one for one in by_upper if one.startswith(word.upper()) or word.upper().startswith(one)]
+    longer = [
+        candidate
+        for candidate in by_upper
+        if candidate.startswith(word.upper()) or word.upper().startswith(candidate)
+    ]
     return by_upper[longer[0]] if len(longer) == 1 and len(word) >= _FEWEST_LETTERS else None
 
 

@@ -65,7 +65,12 @@ def _load_requirements() -> tuple[_Requirement, ...]:
 
 def _find_requirement(name: str, version: Version) -> _Requirement | None:
     return next(
-        (one for one in _load_requirements() if one.of == name and one.first <= version < one.before), None
+        (
+            requirement
+            for requirement in _load_requirements()
+            if requirement.of == name and requirement.first <= version < requirement.before
+        ),
+        None,
     )
 
 
@@ -75,37 +80,37 @@ def _version(text: str) -> Version:
 
 def parse_versions(text: str) -> dict[str, tuple[Version, ...]]:
     """The releases that a log tells, of NCCL's lines, the plugin's, nvidia-smi's and fi_info's."""
-    found: dict[str, dict[Version, None]] = {}
+    releases: dict[str, dict[Version, None]] = {}
     for line in text.splitlines():
         if not _ANY.search(line):
             continue
         plain = strip_log_prefix(line)
-        for name, said in _SAID.items():
-            if match := said.search(plain):
-                told = next(group for group in match.groups() if group)
-                found.setdefault(name, {})[_version(told)] = None
+        for name, pattern in _SAID.items():
+            if match := pattern.search(plain):
+                release = next(group for group in match.groups() if group)
+                releases.setdefault(name, {})[_version(release)] = None
         if match := _CUDA_DRIVER.search(plain):
             number = int(match[1])
-            found.setdefault("cuda-driver", {})[number // 1000, number % 1000 // 10] = None
-    return {name: tuple(of) for name, of in found.items()}
+            releases.setdefault("cuda-driver", {})[number // 1000, number % 1000 // 10] = None
+    return {name: tuple(of) for name, of in releases.items()}
 
 
 def check_versions(versions: Mapping[str, tuple[Version, ...]]) -> tuple[Finding, ...]:
     """What does not go together, what differs, and of which pairs nothing is known; worst first."""
-    found = [*_differing(versions)]
+    findings = [*_differing(versions)]
     for name, partners in _PARTNERS.items():
         for own in versions.get(name, ()):
             for other in partners:
-                found += _check_pair(name, own, other, versions.get(other, ()))
-    return sort_findings(found)
+                findings += _check_pair(name, own, other, versions.get(other, ()))
+    return sort_findings(findings)
 
 
 def _differing(versions: Mapping[str, tuple[Version, ...]]) -> Iterator[Finding]:
     for name, of in versions.items():
         if len(of) > 1:
-            told = " and ".join(_shown(name, one) for one in sorted(of))
+            listed = " and ".join(_shown(name, release) for release in sorted(of))
             remedy = "let all nodes and containers have the same"
-            yield Finding("warning", "versions", name, f"is {told} on different ranks", remedy)
+            yield Finding("warning", "versions", name, f"is {listed} on different ranks", remedy)
 
 
 def _check_pair(name: str, own: Version, other: str, theirs: tuple[Version, ...]) -> Iterator[Finding]:
@@ -132,7 +137,7 @@ def _check_pair(name: str, own: Version, other: str, theirs: tuple[Version, ...]
 
 
 def _shown(name: str, version: Version) -> str:
-    """As its owner writes it: a driver's last part has two digits, 515.65.01."""
+    """Format a version as its vendor does: a driver's last part has two digits, 515.65.01."""
     if name == "driver" and len(version) == 3:
         return f"{version[0]}.{version[1]}.{version[2]:02}"
     return format_version(version)
@@ -153,5 +158,5 @@ def list_compatible_pairs(versions: Mapping[str, tuple[Version, ...]]) -> Iterat
                 of = versions.get(other, ())
                 is_told = row is not None and (other in row.needs or other in row.known)
                 if row and is_told and of and not [*_check_pair(name, own, other, of)]:
-                    told = ", ".join(_shown(other, one) for one in of)
-                    yield f"{name} {_shown(name, own)} goes with {other} {told} ({row.source})"
+                    listed = ", ".join(_shown(other, release) for release in of)
+                    yield f"{name} {_shown(name, own)} goes with {other} {listed} ({row.source})"

@@ -61,7 +61,7 @@ def test_half_of_what_the_adapters_carry_is_missing_bandwidth() -> None:
     assert one.text.startswith(
         "reaches 189.9 GB/s at 8 GiB, 47% of 400 (8 adapters of 400 Gb/s in a node, as the log says); 8."
     )
-    assert "60 us whatever the size (0%, 2 us in each of 30 steps) and the bytes at 190 GB/s" in one.text
+    assert "60 us for any size (0%, 2 us in each of 30 steps) and the bytes at 190 GB/s" in one.text
     assert one.text.endswith(": bandwidth is missing")
     assert "doctor pairs" in one.remedy
     ways = "n0:1:2 [0] NCCL INFO Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0\n"

@@ -13,11 +13,11 @@ from hpcrun.tuning.registry.values import parse_c_integer
 def _find_unused_ports(question: HostCheckInput) -> Iterator[Finding]:
     """Ports that NCCL_IB_HCA leaves out, of those that are as fast as the ones it takes."""
     host, network = question.host, question.network
-    wanted = parse_device_list(host.environ.get("NCCL_IB_HCA", ""))
-    if not wanted.entries or wanted.excludes:
+    devices = parse_device_list(host.environ.get("NCCL_IB_HCA", ""))
+    if not devices.entries or devices.excludes:
         return
     active = [port for port in host.ports if port.is_active]
-    taken = [port for port in active if wanted.takes(port.device, port.number)]
+    taken = [port for port in active if devices.takes(port.device, port.number)]
     if network.hcas:
         meant = [port for port in active if port.device in network.hcas]
     else:
@@ -72,8 +72,8 @@ def _find_unused_adaptive_routing(question: HostCheckInput) -> Iterator[Finding]
     level = (network.service_level or 0) if level is None or level < 0 else level
     names = [port.name for port in question.used if port.layer == "InfiniBand"]
     if names and level not in levels:
-        told = ", ".join(map(str, levels))
-        text = f"NCCL sends on service level {level}, and adaptive routing is on {told}: it does not get it"
+        listed = ", ".join(map(str, levels))
+        text = f"NCCL sends on service level {level}, and adaptive routing is on {listed}: it does not get it"
         remedy = f"network.service_level: {levels[0]}, if jobs may use it"
         yield Finding("warning", "routing", ", ".join(names), text, remedy)
 
@@ -81,8 +81,8 @@ def _find_unused_adaptive_routing(question: HostCheckInput) -> Iterator[Finding]
 def _find_missing_topology_file(question: HostCheckInput) -> Iterator[Finding]:
     """A virtual machine with GPUs and adapters, and nothing that says which of them are near each other."""
     host, network = question.host, question.network
-    told = network.nccl_topology or host.environ.get("NCCL_TOPO_FILE") or host.topology_file
-    if host.is_virtual and host.inside.gpus and question.used and not told:
+    topology_file = network.nccl_topology or host.environ.get("NCCL_TOPO_FILE") or host.topology_file
+    if host.is_virtual and host.inside.gpus and question.used and not topology_file:
         text = "a virtual machine without a topology file: NCCL cannot see which adapter is near which GPU"
         remedy = "network.nccl_topology in the profile: the image has the file for this size of machine"
         yield Finding("warning", "topology", host.node, text, remedy, "medium")

@@ -34,9 +34,9 @@ class HostCheckInput:
         """The ports that a job is to use: the profile's, else those of NCCL_IB_HCA, else all active ones."""
         if self.network.hcas:
             return [port for port in self.host.ports if port.device in self.network.hcas]
-        wanted = parse_device_list(self.host.environ.get("NCCL_IB_HCA", ""))
-        if wanted.entries:
-            return [port for port in self.host.ports if wanted.takes(port.device, port.number)]
+        devices = parse_device_list(self.host.environ.get("NCCL_IB_HCA", ""))
+        if devices.entries:
+            return [port for port in self.host.ports if devices.takes(port.device, port.number)]
         return [port for port in self.host.ports if port.is_active]
 
     @property

@@ -30,7 +30,7 @@ _BRIDGES = ("docker", "virbr", "br-", "cni", "veth")
 
 def check_host(question: HostCheckInput) -> tuple[Finding, ...]:
     """All that is found, worst first."""
-    return sort_findings(finding for one in _CHECKS for finding in one(question))
+    return sort_findings(finding for check in _CHECKS for finding in check(question))
 
 
 def predict_port_gid(question: HostCheckInput, port: RdmaPort) -> GidChoice:
@@ -53,9 +53,9 @@ def _check_ports(question: HostCheckInput) -> Iterator[Finding]:
     present = {port.device for port in host.ports}
     for name in network.hcas:
         if name not in present:
-            known = ", ".join(sorted(present)) or "none"
-            text = f"the profile names it, this node has {known}"
-            yield Finding("error", "port", name, text, "mend network.hcas, or the node")
+            listed = ", ".join(sorted(present)) or "none"
+            text = f"the profile names it, this node has {listed}"
+            yield Finding("error", "port", name, text, "correct network.hcas, or repair the node")
     for port in host.ports:
         if port.is_active is None:
             yield Finding("unknown", "port", port.name, "its state cannot be read")
@@ -66,9 +66,9 @@ def _check_ports(question: HostCheckInput) -> Iterator[Finding]:
                 yield Finding("error", "port", port.name, f"is {state}, and jobs are to use it", remedy)
             else:
                 yield Finding("note", "port", port.name, f"is {state}; jobs do not use it")
-    wanted = parse_device_list(host.environ.get("NCCL_IB_HCA", ""))
-    if not wanted.exact and not wanted.excludes:
-        yield from _check_wide_names(host, wanted.names)
+    devices = parse_device_list(host.environ.get("NCCL_IB_HCA", ""))
+    if not devices.exact and not devices.excludes:
+        yield from _check_wide_names(host, devices.names)
     rates = {port.rate_Gbps for port in question.used if port.rate_Gbps}
     if len(rates) > 1:
         fast = max(rates)
@@ -83,9 +83,9 @@ def _check_wide_names(host: HostReport, names: Sequence[str]) -> Iterator[Findin
     """Names that also take devices that were not meant, as mlx5_1 does mlx5_10."""
     for start in names:
         devices = {port.device for port in host.ports}
-        more = sorted(device for device in devices if device.startswith(start) and device != start)
-        if start in devices and more:
-            text = f"NCCL_IB_HCA={start} takes {', '.join(more)} too: names are beginnings"
+        longer = sorted(device for device in devices if device.startswith(start) and device != start)
+        if start in devices and longer:
+            text = f"NCCL_IB_HCA={start} takes {', '.join(longer)} too: names are beginnings"
             yield Finding("warning", "port", start, text, f"write NCCL_IB_HCA=={start}")
 
 
@@ -146,7 +146,7 @@ def _pci_speed(link: PciLink, *, is_gpu: bool) -> Iterator[Finding]:
 
 def _check_traffic_classes(question: HostCheckInput) -> Iterator[Finding]:
     host, network, environ = question.host, question.network, question.environ
-    for port in (one for one in question.used if one.is_roce):
+    for port in (candidate for candidate in question.used if candidate.is_roce):
         yield from check_class_agreement(
             environ, port.name, uses_ucx=question.uses_ucx, forced=port.traffic_class
         )
@@ -183,7 +183,7 @@ def _no_pfc(name: str, tc: int) -> Finding:
 
 
 def _check_mtu(question: HostCheckInput) -> Iterator[Finding]:
-    for port in (one for one in question.used if one.is_roce):
+    for port in (candidate for candidate in question.used if candidate.is_roce):
         for interface in map(question.host.interface, port.interfaces):
             if interface and interface.mtu and interface.mtu < _RDMA_MTU:
                 text = f"MTU {interface.mtu} leaves RoCE {_rdma_mtu(interface.mtu)} bytes a packet"
@@ -199,29 +199,32 @@ def _rdma_mtu(mtu: int) -> int:
 def _check_sockets(question: HostCheckInput) -> Iterator[Finding]:
     host = question.host
     text = question.socket_names
-    wanted = parse_device_list(text)
+    devices = parse_device_list(text)
     if not host.interfaces:
         yield Finding("unknown", "interface", host.node, "its network interfaces cannot be read")
         return
     chosen = choose_socket_interface(host.interfaces, text, question.nccl)
-    if wanted.entries and not wanted.excludes:
-        said = (
+    if devices.entries and not devices.excludes:
+        source = (
             "NCCL_SOCKET_IFNAME"
             if "NCCL_SOCKET_IFNAME" in host.environ
             else "the profile's network.interface"
         )
         if chosen is None:
-            there = ", ".join(one.name for one in host.interfaces if one.networks) or "none with an address"
+            there = (
+                ", ".join(interface.name for interface in host.interfaces if interface.networks)
+                or "none with an address"
+            )
             remedy = f"name one of {there}"
             yield Finding(
                 "error",
                 "interface",
                 host.node,
-                f"{said} is {text}, and there is none here with an address",
+                f"{source} is {text}, and there is none here with an address",
                 remedy,
             )
         elif chosen.name == "lo":
-            text = f"{said} names lo: no other node is reached by it"
+            text = f"{source} names lo: no other node is reached by it"
             yield Finding("error", "interface", "lo", text, "name the one between nodes")
         return
     if chosen is not None and _is_private_bridge(chosen):
@@ -317,24 +320,24 @@ def _check_named_files(question: HostCheckInput) -> Iterator[Finding]:
     host = question.host
     gpus = [gpu.address for gpu in host.inside.gpus if gpu.address]
     devices = {port.device for port in host.ports}
-    for one in host.files:
-        source = f" ({one.where})" if one.where else ""
-        if one.lacks:
-            severity: Severity = "error" if one.kind == "graphs" else "warning"
-            text = f"{one.lacks}{source}"
-            yield Finding(severity, "file", one.variable, text, "put it there, or take the setting out")
-        elif other := why_foreign(one, gpus, devices):
-            text = f"{one.path}{source} {other}: it was made for another machine"
+    for file in host.files:
+        source = f" ({file.where})" if file.where else ""
+        if file.lacks:
+            severity: Severity = "error" if file.kind == "graphs" else "warning"
+            text = f"{file.lacks}{source}"
+            yield Finding(severity, "file", file.variable, text, "put it there, or take the setting out")
+        elif other := why_foreign(file, gpus, devices):
+            text = f"{file.path}{source} {other}: it was made for another machine"
             remedy = "take this machine's, or leave it out; NCCL_TOPO_DUMP_FILE writes a true one"
-            yield Finding("warning", "file", one.variable, text, remedy)
+            yield Finding("warning", "file", file.variable, text, remedy)
 
 
 def _check_library_versions(question: HostCheckInput) -> Iterator[Finding]:
     """The driver and libfabric of this node against the NCCL that jobs load."""
     host = question.host
-    found = parse_versions(f"{host.driver}\n{host.libfabric}")
-    told = {"nccl": question.nccl, "cuda": question.cuda if found.get("driver") else None}
-    yield from check_versions(found | {name: (one,) for name, one in told.items() if one})
+    versions = parse_versions(f"{host.driver}\n{host.libfabric}")
+    given = {"nccl": question.nccl, "cuda": question.cuda if versions.get("driver") else None}
+    yield from check_versions(versions | {name: (version,) for name, version in given.items() if version})
 
 
 _CHECKS: tuple[Callable[[HostCheckInput], Iterator[Finding]], ...] = (
@@ -345,10 +348,10 @@ _CHECKS: tuple[Callable[[HostCheckInput], Iterator[Finding]], ...] = (
 
 
 def check_clock_skew(
-    node: str, told: float, earliest: float, latest: float, allowed_s: float = 1.0
+    node: str, shown: float, earliest: float, latest: float, allowed_s: float = 1.0
 ) -> list[Finding]:
     """Whether a node's clock stands where it must: it was read between two moments of a trusted clock."""
-    off = told - latest if told > latest else min(0.0, told - earliest)
+    off = shown - latest if shown > latest else min(0.0, shown - earliest)
     if abs(off) <= allowed_s:
         return []
     text = f"its clock is {abs(off):.1f} s or more {'ahead' if off > 0 else 'behind'}"

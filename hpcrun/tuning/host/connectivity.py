@@ -32,8 +32,8 @@ def attribute_failures(
         worst = max(counts, key=lambda node: counts[node])
         if counts[worst] < len(nodes) - 1:
             break
-        told = sorted(why for pair, why in pairs.items() if worst in pair)
-        culprits.append(UnreachableNode(worst, counts[worst], 2 * (len(nodes) - 1), told[0]))
+        reasons = sorted(why for pair, why in pairs.items() if worst in pair)
+        culprits.append(UnreachableNode(worst, counts[worst], 2 * (len(nodes) - 1), reasons[0]))
         pairs = {pair: why for pair, why in pairs.items() if worst not in pair}
         nodes = [node for node in nodes if node != worst]
     return culprits, pairs
@@ -42,14 +42,14 @@ def attribute_failures(
 def check_connectivity(
     failed: Mapping[str, Mapping[str, str]], nodes: Sequence[str], interface: str
 ) -> tuple[Finding, ...]:
-    """The same as findings."""
+    """Report the failures as findings."""
     culprits, pairs = attribute_failures(failed, nodes)
-    found = []
-    for one in culprits:
-        text = f"{one.failed} of its {one.tried} connections over {interface} fail: {one.why}"
+    findings = []
+    for culprit in culprits:
+        text = f"{culprit.failed} of its {culprit.tried} connections over {interface} fail: {culprit.why}"
         remedy = "a firewall, a route or a cable of this node"
-        found.append(Finding("error", "connection", one.node, text, remedy))
+        findings.append(Finding("error", "connection", culprit.node, text, remedy))
     for (a, b), why in pairs.items():
         text = f"does not reach {b} over {interface}: {why}"
-        found.append(Finding("error", "connection", a, text, "a route or a firewall between the two"))
-    return tuple(found)
+        findings.append(Finding("error", "connection", a, text, "a route or a firewall between the two"))
+    return tuple(findings)

@@ -35,7 +35,7 @@ class CounterReading:
     time: float | None
     values: Mapping[str, int] = field(default_factory=dict)
     speeds_Gbps: Mapping[str, float] = field(default_factory=dict)
-    """Of the interfaces that tell it."""
+    """Speeds of the interfaces that report one."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -56,11 +56,11 @@ class CounterGrowth:
     missing: tuple[str, ...] = ()
     """Those of which one look knows nothing."""
     speeds_Gbps: Mapping[str, float] = field(default_factory=dict)
-    """Of the interfaces, at the second look."""
+    """Speeds of the interfaces at the second look."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; counters that stood still are left out."""
-        return asdict(self) | {"values": {name: more for name, more in self.values.items() if more}}
+        return asdict(self) | {"values": {name: growth for name, growth in self.values.items() if growth}}
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def read_host_counters(host: HostReport, root: Path, ask: CommandRunner) -> Coun
             f"{prefix}.{_plain_counter_name(name)}": n
             for name, n in parse_ethtool(ask("ethtool", "-S", interface.name)).items()
         }
-    speeds = {one.name: one.speed_Gbps for one in host.interfaces if one.speed_Gbps}
+    speeds = {interface.name: interface.speed_Gbps for interface in host.interfaces if interface.speed_Gbps}
     return CounterReading(host.node, host.time, dict(sorted(values.items())), speeds)
 
 
@@ -102,8 +102,8 @@ def _plain_counter_name(name: str) -> str:
 
 
 def _numbers(folder: Path, prefix: str) -> dict[str, int]:
-    found = {f"{prefix}.{entry.name}": read_sysfs_line(entry) for entry in list_sysfs_entries(folder)}
-    return {name: int(text) for name, text in found.items() if re.fullmatch(r"[0-9]{1,20}", text)}
+    texts = {f"{prefix}.{entry.name}": read_sysfs_line(entry) for entry in list_sysfs_entries(folder)}
+    return {name: int(text) for name, text in texts.items() if re.fullmatch(r"[0-9]{1,20}", text)}
 
 
 def parse_ethtool(text: str) -> dict[str, int]:
@@ -131,8 +131,8 @@ def compare_counters(before: CounterReading, after: CounterReading) -> CounterGr
     return CounterGrowth(
         after.node,
         seconds if seconds is None or seconds > 0 else None,
-        {name: more for name, more in change.items() if more >= 0},
-        tuple(name for name, more in change.items() if more < 0),
+        {name: growth for name, growth in change.items() if growth >= 0},
+        tuple(name for name, growth in change.items() if growth < 0),
         tuple(sorted(before.values.keys() ^ after.values.keys())),
         after.speeds_Gbps,
     )
@@ -140,16 +140,17 @@ def compare_counters(before: CounterReading, after: CounterReading) -> CounterGr
 
 def diagnose_counters(grown: CounterGrowth) -> tuple[Finding, ...]:
     """What the growth means, worst first; nothing where all is well."""
-    found = [finding for rule in _rules() for finding in _apply_counter_rule(rule, grown)]
-    found += [*_marks_without_answers(grown), *_pauses_without_marks(grown)]
+    findings = [finding for rule in _rules() for finding in _apply_counter_rule(rule, grown)]
+    findings += [*_marks_without_answers(grown), *_pauses_without_marks(grown)]
     if not grown.values and not grown.restarted:
         text = "no counter is in both looks, so that nothing is known of what its network did"
-        found.append(Finding("unknown", "counters", grown.node, text, "take both looks on the node itself"))
+        remedy = "take both looks on the node itself"
+        findings.append(Finding("unknown", "counters", grown.node, text, remedy))
     if grown.restarted:
         names = ", ".join(grown.restarted[:3])
         text = f"{len(grown.restarted)} counter(s) went back, such as {names}: their growth is unknown"
-        found.append(Finding("unknown", "counters", grown.node, text))
-    return sort_findings(found)
+        findings.append(Finding("unknown", "counters", grown.node, text))
+    return sort_findings(findings)
 
 
 @cache
@@ -163,23 +164,27 @@ def _rules() -> tuple[_CounterRule, ...]:
 
 def _apply_counter_rule(rule: _CounterRule, grown: CounterGrowth) -> list[Finding]:
     by_device: dict[str, list[str]] = {}
-    for device, name, more in _matching_counters(grown, rule.where, rule.names):
-        if more and (told := _describe_growth(rule, grown, name, more)):
-            by_device.setdefault(device, []).append(told)
+    for device, name, growth in _matching_counters(grown, rule.where, rule.names):
+        if growth and (described := _describe_growth(rule, grown, name, growth)):
+            by_device.setdefault(device, []).append(described)
     timed = {device for device, _, _ in _matching_counters(grown, rule.where, rule.names)}
-    for device, name, more in _matching_counters(grown, rule.where, rule.frames):
-        if more and device not in timed and (told := _describe_pause_frames(rule, grown, device, name, more)):
-            by_device.setdefault(device, []).append(told)
+    for device, name, growth in _matching_counters(grown, rule.where, rule.frames):
+        if (
+            growth
+            and device not in timed
+            and (described := _describe_pause_frames(rule, grown, device, name, growth))
+        ):
+            by_device.setdefault(device, []).append(described)
     return [
         Finding(
             rule.severity,
             rule.name,
             device,
-            f"{', '.join(told)}: {rule.means}",
+            f"{', '.join(described)}: {rule.means}",
             rule.remedy,
             rule.confidence if device in timed else "low",
         )
-        for device, told in by_device.items()
+        for device, described in by_device.items()
     ]
 
 
@@ -187,36 +192,38 @@ def _matching_counters(
     grown: CounterGrowth, kind: str, names: Sequence[str]
 ) -> Iterator[tuple[str, str, int]]:
     """Device, name and growth of the counters that bear one of the names, those that stood still included."""
-    for full, more in grown.values.items():
+    for full, growth in grown.values.items():
         where, device, name = _split_counter_name(full)
-        if kind in ("any", where) and any(re.fullmatch(one, name) for one in names):
-            yield device, name, more
+        if kind in ("any", where) and any(re.fullmatch(pattern, name) for pattern in names):
+            yield device, name, growth
 
 
-def _describe_growth(rule: _CounterRule, grown: CounterGrowth, name: str, more: int) -> str:
+def _describe_growth(rule: _CounterRule, grown: CounterGrowth, name: str, growth: int) -> str:
     """A counter's growth in words; empty where it is too small a share of the time."""
     if rule.share is None:
-        return f"{name} +{more}"
+        return f"{name} +{growth}"
     if grown.seconds is None:
-        return f"{name} +{more} us in an unknown time"
-    share = more / 1e6 / grown.seconds
-    return f"{name} +{more} us, {share:.1%} of the time" if share >= rule.share else ""
+        return f"{name} +{growth} us in an unknown time"
+    share = growth / 1e6 / grown.seconds
+    return f"{name} +{growth} us, {share:.1%} of the time" if share >= rule.share else ""
 
 
 def _describe_pause_frames(
-    rule: _CounterRule, grown: CounterGrowth, device: str, name: str, more: int
+    rule: _CounterRule, grown: CounterGrowth, device: str, name: str, growth: int
 ) -> str:
-    """The same of pause frames, whose number bounds the time that they hold the link."""
+    """The growth of pause frames in words; their number bounds the time that they hold the link."""
     speed = grown.speeds_Gbps.get(device)
     if grown.seconds is None:
-        return f"{name} +{more} frames in an unknown time"
+        return f"{name} +{growth} frames in an unknown time"
     if speed is None:
-        a_second = more / grown.seconds
-        told = f"{name} +{more} frames, {a_second:.3g} a second; the link's speed and their time are unknown"
-        return told if a_second >= _MANY_FRAMES else ""
-    share = more * _QUANTA_BITS / (speed * 1e9) / grown.seconds
-    told = f"{name} +{more} frames, {min(share, 1.0):.1%} of the time at most"
-    return told if share >= (rule.share or 0.0) else ""
+        a_second = growth / grown.seconds
+        described = (
+            f"{name} +{growth} frames, {a_second:.3g} a second; the link's speed and their time are unknown"
+        )
+        return described if a_second >= _MANY_FRAMES else ""
+    share = growth * _QUANTA_BITS / (speed * 1e9) / grown.seconds
+    described = f"{name} +{growth} frames, {min(share, 1.0):.1%} of the time at most"
+    return described if share >= (rule.share or 0.0) else ""
 
 
 def _split_counter_name(full: str) -> tuple[str, str, str]:
@@ -226,40 +233,38 @@ def _split_counter_name(full: str) -> tuple[str, str, str]:
     return where, device.replace(".", ":", 1) if where == "rdma" else device, name
 
 
-def _growth_by_device(grown: CounterGrowth, wanted: str) -> dict[str, int]:
-    """How much a counter grew, by device."""
-    parts = ((*_split_counter_name(full), more) for full, more in grown.values.items())
-    return {device: more for _, device, name, more in parts if name == wanted}
+def _growth_by_device(grown: CounterGrowth, counter: str) -> dict[str, int]:
+    """The growth of a counter by device."""
+    parts = ((*_split_counter_name(full), growth) for full, growth in grown.values.items())
+    return {device: growth for _, device, name, growth in parts if name == counter}
 
 
 def _marks_without_answers(grown: CounterGrowth) -> list[Finding]:
     """Marks came in, and this node, as their receiver, sent no CNP."""
     sent = _growth_by_device(grown, _SENT)
-    return [
-        Finding(
-            "warning", "cnp", device, f"{_MARKED} +{more}, {_SENT} +0: marks are seen and nobody is told",
-            "turn roce_np on for the priority", "medium",
-        )
-        for device, more in _growth_by_device(grown, _MARKED).items()
-        if more and sent.get(device) == 0
-    ]  # fmt: skip
+    remedy = "turn roce_np on for the priority"
+    texts = {
+        device: f"{_MARKED} +{growth}, {_SENT} +0: marks are seen and nobody is told"
+        for device, growth in _growth_by_device(grown, _MARKED).items()
+        if growth and sent.get(device) == 0
+    }
+    return [Finding("warning", "cnp", device, text, remedy, "medium") for device, text in texts.items()]
 
 
 def _pauses_without_marks(grown: CounterGrowth) -> list[Finding]:
     """Pauses alone, without a mark anywhere: ECN does not work on this class."""
     held = next(rule for rule in _rules() if rule.name == _PAUSED)
     pauses = {
-        device: (name, more)
-        for device, name, more in _matching_counters(grown, held.where, held.frames)
-        if more
+        device: (name, growth)
+        for device, name, growth in _matching_counters(grown, held.where, held.frames)
+        if growth
     }
     marks, handled = _growth_by_device(grown, _MARKED), _growth_by_device(grown, _HANDLED)
     if not marks or any(marks.values()) or any(handled.values()):
         return []
-    return [
-        Finding(
-            "warning", "ecn", device, f"{name} +{more} and no packet marked: pauses alone hold senders back",
-            "traffic class, ECT bits, and the switch's ECN profile for that class", "medium",
-        )
-        for device, (name, more) in pauses.items()
-    ]  # fmt: skip
+    remedy = "traffic class, ECT bits, and the switch's ECN profile for that class"
+    texts = {
+        device: f"{name} +{growth} and no packet marked: pauses alone hold senders back"
+        for device, (name, growth) in pauses.items()
+    }
+    return [Finding("warning", "ecn", device, text, remedy, "medium") for device, text in texts.items()]

@@ -40,7 +40,7 @@ class DoctorReport:
         return self.host.as_json() | {
             "gid_index": dict(self.gid_index),
             "socket_interface": self.socket_interface,
-            "findings": [one.as_json() for one in self.findings],
+            "findings": [finding.as_json() for finding in self.findings],
         }
 
 
@@ -56,12 +56,12 @@ def examine_host(question: HostCheckInput) -> DoctorReport:
 
 def parse_doctor_reports(values: Any, where: str) -> dict[str, dict[str, Any]]:
     """The reports in what `doctor --json` printed, of one node or of several, by node."""
-    found = values.get("nodes", [values]) if isinstance(values, dict) else None
-    if not isinstance(found, list) or not all(
-        isinstance(one, dict) and isinstance(one.get("node"), str) for one in found
+    reports = values.get("nodes", [values]) if isinstance(values, dict) else None
+    if not isinstance(reports, list) or not all(
+        isinstance(report, dict) and isinstance(report.get("node"), str) for report in reports
     ):
         raise UsageError(f"{where}: holds no report; make one with `hpcrun doctor --json`, or --all --json")
-    return {one["node"]: _drop_damaged_parts(one) for one in found}
+    return {report["node"]: _drop_damaged_parts(report) for report in reports}
 
 
 @cache
@@ -90,13 +90,13 @@ def _field_types() -> dict[str, TypeAdapter[Any]]:
 
 def _drop_damaged_parts(report: Mapping[str, Any]) -> dict[str, Any]:
     """A report without its damaged parts: what is not there counts as unknown."""
-    found = dict(report)
+    kept = dict(report)
     for key, shape in _field_types().items():
-        if key in _LISTS and isinstance(found.get(key), list):
-            found[key] = [one for one in found[key] if isinstance(one, dict) and _fits(shape, one)]
-        elif key in found and (key in _LISTS or not _fits(shape, found[key])):
-            del found[key]
-    return found
+        if key in _LISTS and isinstance(kept.get(key), list):
+            kept[key] = [item for item in kept[key] if isinstance(item, dict) and _fits(shape, item)]
+        elif key in kept and (key in _LISTS or not _fits(shape, kept[key])):
+            del kept[key]
+    return kept
 
 
 def _fits(shape: TypeAdapter[Any], value: Any) -> bool:

@@ -29,18 +29,18 @@ def compare_nodes(reports: Mapping[str, NodeFacts], interface: str | None = None
     if len(reports) < 2:
         text = f"{len(reports)} report(s): it takes two nodes to compare; `hpcrun doctor --all` makes them"
         raise UsageError(text)
-    found = [
+    findings = [
         finding
         for what, read, severity in _EQUAL
         for finding in _find_differing(reports, what, read, severity)
     ]
-    found += [
+    findings += [
         *_repeated_addresses(reports),
         *_common_network(reports, interface),
         *find_crossed_rails(reports),
     ]
-    found += [*differing_routes(reports), *_nearness(reports)]
-    return sort_findings(found)
+    findings += [*differing_routes(reports), *_nearness(reports)]
+    return sort_findings(findings)
 
 
 def _find_differing(
@@ -49,15 +49,17 @@ def _find_differing(
     read: Callable[[NodeFacts], dict[str, Any]],
     severity: Severity,
 ) -> Iterator[Finding]:
-    said = {node: _read_facts(read, facts) for node, facts in reports.items()}
+    facts_of_node = {node: _read_facts(read, facts) for node, facts in reports.items()}
     counts_missing = what in _PRESENCE
-    silent = [node for node, of in said.items() if not of]
+    silent = [node for node, of in facts_of_node.items() if not of]
     if silent and not counts_missing:
-        if len(silent) < len(said):
+        if len(silent) < len(facts_of_node):
             yield Finding("unknown", what, _folded(silent), f"{what} is unknown here")
-        said = {node: of for node, of in said.items() if of}
-    for subject in dict.fromkeys(subject for of in said.values() for subject in of):
-        values = {node: of.get(subject) for node, of in said.items() if counts_missing or subject in of}
+        facts_of_node = {node: of for node, of in facts_of_node.items() if of}
+    for subject in dict.fromkeys(subject for of in facts_of_node.values() for subject in of):
+        values = {
+            node: of.get(subject) for node, of in facts_of_node.items() if counts_missing or subject in of
+        }
         yield from _find_odd_nodes(
             _merge_near_sizes(values) if what == _SIZE else values, what, subject, severity
         )
@@ -88,7 +90,7 @@ def _merge_near_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
     seen: list[int] = []
     merged = {}
     for node, size in sizes.items():
-        near = next((one for one in seen if abs(one - size) <= _NEAR * one), size)
+        near = next((known_size for known_size in seen if abs(known_size - size) <= _NEAR * known_size), size)
         seen.append(near)
         merged[node] = near
     return merged
@@ -120,24 +122,27 @@ def _folded(nodes: Iterable[str]) -> str:
 
 
 def _of_ports(key: str) -> Callable[[NodeFacts], dict[str, Any]]:
-    return lambda facts: {f"{one['device']}:{one['number']}": one[key] for one in facts["ports"] if one[key]}
+    return lambda facts: {
+        f"{port['device']}:{port['number']}": port[key] for port in facts["ports"] if port[key]
+    }
 
 
 def _of_links(key: str) -> Callable[[NodeFacts], dict[str, Any]]:
     # An idle GPU lets its link sleep at a low speed.
     return lambda facts: {
-        one["name"]: one[key]
-        for one in facts["links"]
-        if one[key] is not None and not (key == "speed_GTs" and one["name"].startswith("GPU"))
+        link["name"]: link[key]
+        for link in facts["links"]
+        if link[key] is not None and not (key == "speed_GTs" and link["name"].startswith("GPU"))
     }
 
 
 def _of_interfaces(key: str) -> Callable[[NodeFacts], dict[str, Any]]:
-    """Of adapters, and of others that have an address, but not of bridges inside the node."""
+    """A value of each adapter and each other interface with an address; not of bridges inside the node."""
     return lambda facts: {
-        one["name"]: one[key]
-        for one in facts["interfaces"]
-        if one[key] and (one["kind"] == "physical" or (one["kind"] == "virtual" and one["networks"]))
+        interface["name"]: interface[key]
+        for interface in facts["interfaces"]
+        if interface[key]
+        and (interface["kind"] == "physical" or (interface["kind"] == "virtual" and interface["networks"]))
     }
 
 
@@ -146,8 +151,8 @@ def _of_node(key: str) -> Callable[[NodeFacts], dict[str, Any]]:
 
 
 def _sizes(facts: NodeFacts) -> dict[str, Any]:
-    found = {"memory": facts["memory_bytes"], "/dev/shm": facts["shm"]["size_bytes"]}
-    return {name: size for name, size in found.items() if isinstance(size, int)}
+    sizes = {"memory": facts["memory_bytes"], "/dev/shm": facts["shm"]["size_bytes"]}
+    return {name: size for name, size in sizes.items() if isinstance(size, int)}
 
 
 def _limits(facts: NodeFacts) -> dict[str, Any]:
@@ -179,7 +184,7 @@ _EQUAL: tuple[tuple[str, Callable[[NodeFacts], dict[str, Any]], Severity], ...] 
     (
         "content",
         lambda facts: {
-            f"{one['variable']} {one['path']}": one["digest"] or one["state"] for one in facts["files"]
+            f"{file['variable']} {file['path']}": file["digest"] or file["state"] for file in facts["files"]
         },
         "warning",
     ),
@@ -199,9 +204,11 @@ def _nearness(reports: Mapping[str, NodeFacts]) -> Iterator[Finding]:
     for node, of in near.items():
         others = [pair for pair, word in of.items() if word != usual[pair]]
         if others:
-            told = ", ".join(f"{pair} {of[pair]} (others {usual[pair]})" for pair in others[:_MOST_PAIRS])
-            more = f" and {len(others) - _MOST_PAIRS} more" * (len(others) > _MOST_PAIRS)
-            text = f"GPUs and adapters are not as near as elsewhere: {told}{more}"
+            described = ", ".join(
+                f"{pair} {of[pair]} (others {usual[pair]})" for pair in others[:_MOST_PAIRS]
+            )
+            rest = f" and {len(others) - _MOST_PAIRS} more" * (len(others) > _MOST_PAIRS)
+            text = f"GPUs and adapters are not as near as elsewhere: {described}{rest}"
             remedy = (
                 "compare `nvidia-smi topo -m`: cards in other slots, or settings of the BIOS; `hpcrun doctor"
                 " pairs NODES --hca NAMES` tries the adapters"
@@ -210,8 +217,8 @@ def _nearness(reports: Mapping[str, NodeFacts]) -> Iterator[Finding]:
 
 
 def _gpu_nic_distances(facts: NodeFacts) -> dict[str, Any]:
-    """Of RDMA devices, where there are some: a management port's place costs nothing."""
-    devices = {one["device"] for one in facts.get("ports") or ()}
+    """The proximity of GPUs and RDMA devices; of all adapters where there are no RDMA devices."""
+    devices = {port["device"] for port in facts.get("ports") or ()}
     return {
         f"{gpu} to {nic}": word
         for gpu, of in facts["near"].items()
@@ -243,24 +250,24 @@ def _chosen_interface(facts: NodeFacts) -> Any:
 
 
 def _addresses(facts: NodeFacts) -> Iterator[tuple[str, ipaddress.IPv4Interface | ipaddress.IPv6Interface]]:
-    for one in facts.get("interfaces") or ():
-        for text in one.get("networks") or ():
+    for interface in facts.get("interfaces") or ():
+        for text in interface.get("networks") or ():
             try:
                 address = ipaddress.ip_interface(text)
             except ValueError:
                 continue
             if not address.is_link_local and not address.is_loopback:
-                yield one["name"], address
+                yield interface["name"], address
 
 
 def _common_network(reports: Mapping[str, NodeFacts], interface: str | None) -> Iterator[Finding]:
     """Whether the interfaces that the nodes' sockets use stand in one network."""
     networks: dict[str, set[str]] = {}
     for node, facts in reports.items():
-        wanted = interface or _chosen_interface(facts)
-        found = {str(address.network) for name, address in _addresses(facts) if name == wanted}
-        if found:
-            networks[node] = found
+        used = interface or _chosen_interface(facts)
+        own = {str(address.network) for name, address in _addresses(facts) if name == used}
+        if own:
+            networks[node] = own
         elif interface:
             yield Finding("error", "interface", node, f"{interface} has no address here, or is missing")
     if not networks:
@@ -269,13 +276,13 @@ def _common_network(reports: Mapping[str, NodeFacts], interface: str | None) -> 
         return
     if set.intersection(*networks.values()):
         return
-    usual, count = Counter(one for found in networks.values() for one in found).most_common(1)[0]
-    odd = {node: found for node, found in networks.items() if usual not in found}
+    usual, count = Counter(network for own in networks.values() for network in own).most_common(1)[0]
+    odd = {node: own for node, own in networks.items() if usual not in own}
     if count * 2 <= len(networks):
         text = f"{len(odd)} of {len(networks)} nodes stand in other networks than {usual}"
         remedy = "one network a rack is fine where routes exist"
         yield Finding("note", "interface", _folded(iter(odd)), text, remedy, "low")
         return
-    for node, found in odd.items():
-        text = f"stands in {', '.join(sorted(found))}, {count} others in {usual}"
+    for node, own in odd.items():
+        text = f"stands in {', '.join(sorted(own))}, {count} others in {usual}"
         yield Finding("warning", "interface", node, text, "a route between them must exist", "medium")

@@ -95,7 +95,7 @@ def _judge_choice(port: RdmaPort, table: dict[int, Gid], index: int) -> GidChoic
 
 def find_routable_gid_index(port: RdmaPort, family: AddressFamily = "AF_INET", cidr: str = "") -> int | None:
     """The one RoCE v2 address of a family that can be routed; None where there is none, or several."""
-    found = [
+    indices = [
         gid.index
         for gid in port.gids
         if gid.roce == 2
@@ -103,14 +103,14 @@ def find_routable_gid_index(port: RdmaPort, family: AddressFamily = "AF_INET", c
         and not is_link_local_gid(gid)
         and _is_in(gid, cidr)
     ]
-    return found[0] if len(found) == 1 else None
+    return indices[0] if len(indices) == 1 else None
 
 
 def find_routable_family(ports: Iterable[RdmaPort]) -> AddressFamily | None:
     """The address family under which every port gets an address that can be routed; None for neither."""
-    known = [port for port in ports if port.is_roce and port.gids]
+    roce_ports = [port for port in ports if port.is_roce and port.gids]
     families: tuple[AddressFamily, ...] = ("AF_INET", "AF_INET6")
     for family in families:
-        if known and not any(predict_gid_choice(port, family=family).why_bad for port in known):
+        if roce_ports and not any(predict_gid_choice(port, family=family).why_bad for port in roce_ports):
             return family
     return None

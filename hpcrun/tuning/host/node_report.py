@@ -105,19 +105,19 @@ class HostReport:
 
     def interface(self, name: str) -> NetworkInterface | None:
         """An interface by its name."""
-        return next((one for one in self.interfaces if one.name == name), None)
+        return next((interface for interface in self.interfaces if interface.name == name), None)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; of the inside the number of GPUs and NUMA nodes, and what is near to what."""
-        found = {key: value for key, value in vars(self).items() if key != "inside"}
+        values = {key: value for key, value in vars(self).items() if key != "inside"}
         names = ("ports", "interfaces", "links", "routes", "files")
-        listed = {key: [asdict(one) for one in found[key]] for key in names}
+        listed = {key: [asdict(entry) for entry in values[key]] for key in names}
         near: dict[str, dict[str, str]] = {}
         for (gpu, nic), word in self.inside.near.items():
             near.setdefault(f"GPU {gpu}", {})[nic] = word
         counts = {"gpus": len(self.inside.gpus), "numa_nodes": len(self.inside.numa), "near": near}
-        plain = {key: dict(found[key]) for key in ("lossless", "limits", "environ")}
-        return found | listed | plain | counts | {"shm": asdict(self.shm)}
+        plain = {key: dict(values[key]) for key in ("lossless", "limits", "environ")}
+        return values | listed | plain | counts | {"shm": asdict(self.shm)}
 
 
 def read_host_report(
@@ -126,19 +126,19 @@ def read_host_report(
     """Look at this node, or at the captured tree of one.
 
     A captured tree holds what a command printed in a file of `commands/` that is named like the command.
-    `advised`: what jobs get on it beside.
+    `advised`: what jobs get besides.
     """
     live = root == Path("/")
-    asked = ask or (run_host_command if live else captured_command_runner(root))
+    runner = ask or (run_host_command if live else captured_command_runner(root))
     host = read_node_topology(root)
-    found = read_rdma_ports(root)
+    ports = read_rdma_ports(root)
     names = read_network_interfaces(root)
-    roce = dict.fromkeys(name for port in found if port.is_roce for name in port.interfaces)
+    roce = dict.fromkeys(name for port in ports if port.is_roce for name in port.interfaces)
     memory = _memory(read_kernel_text(root / "proc/meminfo"))
     modules = read_kernel_text(root / "proc/modules")
     own = dict(os.environ) if live else _variables(read_kernel_text(root / "proc/self/environ"))
     settings = _read_nccl_conf_settings(root, own)
-    environ = {name: one.value or "" for name, one in settings.items()} | {
+    environ = {name: setting.value or "" for name, setting in settings.items()} | {
         name: value for name, value in own.items() if _OURS.match(name)
     }
     return HostReport(
@@ -147,11 +147,11 @@ def read_host_report(
         time=time.time() if live else None,
         kernel=read_sysfs_line(root / "proc/sys/kernel/osrelease"),
         inside=host,
-        ports=found,
+        ports=ports,
         interfaces=names,
         links=read_pci_links(root, host),
-        routes=_read_routes(root, asked),
-        lossless={name: lossless_priorities(name, asked) for name in roce},
+        routes=_read_routes(root, runner),
+        lossless={name: lossless_priorities(name, runner) for name in roce},
         limits=parse_limits(read_kernel_text(root / "proc/self/limits")),
         shm=_read_shared_memory(root, live, memory.get("MemTotal")),
         allowed=_allowed(read_kernel_text(root / "proc/self/status")),
@@ -159,7 +159,7 @@ def read_host_report(
         hugepages=memory.get("HugePages_Total"),
         modules=tuple(sorted(line.split()[0] for line in modules.splitlines() if line.strip())) or None,
         driver=next(iter(read_kernel_text(root / "proc/driver/nvidia/version").splitlines()), ""),
-        libfabric=" ".join(asked("fi_info", "--version").split()),
+        libfabric=" ".join(runner("fi_info", "--version").split()),
         is_virtual=_is_virtual(read_kernel_text(root / "proc/cpuinfo")),
         topology_file=f"/{_TOPOLOGY}" if (root / _TOPOLOGY).is_file() else "",
         environ=environ,
@@ -167,7 +167,7 @@ def read_host_report(
             find_named_files(
                 {**(advised or {}), **environ, "LD_LIBRARY_PATH": own.get("LD_LIBRARY_PATH", "")},
                 root,
-                {name: one.where for name, one in settings.items() if name not in own},
+                {name: setting.where for name, setting in settings.items() if name not in own},
             )
         ),
     )
@@ -191,14 +191,14 @@ def captured_command_runner(root: Path) -> CommandRunner:
 
 def _read_routes(root: Path, ask: CommandRunner) -> tuple[NetworkRoute, ...]:
     """By `ip route`, which knows more tables than /proc."""
-    told = parse_ip_route(ask("ip", "route", "show", "table", "all")) or parse_ip_route(ask("ip", "route"))
-    return told or parse_proc_route(read_kernel_text(root / "proc/net/route"))
+    routes = parse_ip_route(ask("ip", "route", "show", "table", "all")) or parse_ip_route(ask("ip", "route"))
+    return routes or parse_proc_route(read_kernel_text(root / "proc/net/route"))
 
 
 def lossless_priorities(interface: str, ask: CommandRunner) -> tuple[int, ...] | None:
     """The priorities on which an interface sends pauses; None where neither dcb nor mlnx_qos tells."""
-    found = parse_dcb_pfc(ask("dcb", "pfc", "show", "dev", interface))
-    return parse_mlnx_qos(ask("mlnx_qos", "-i", interface)) if found is None else found
+    priorities = parse_dcb_pfc(ask("dcb", "pfc", "show", "dev", interface))
+    return parse_mlnx_qos(ask("mlnx_qos", "-i", interface)) if priorities is None else priorities
 
 
 def parse_dcb_pfc(text: str) -> tuple[int, ...] | None:
@@ -217,22 +217,22 @@ def parse_mlnx_qos(text: str) -> tuple[int, ...] | None:
 
 def parse_limits(text: str) -> dict[str, int | None]:
     """The soft limits of /proc/PID/limits; what it does not tell is missing, None is unlimited."""
-    found: dict[str, int | None] = {}
+    limits: dict[str, int | None] = {}
     for line in text.splitlines():
         for start, name in _LIMITS.items():
             words = line.removeprefix(start).split() if line.startswith(start) else []
             if words and (words[0] == "unlimited" or words[0].isdigit()):
-                found[name] = None if words[0] == "unlimited" else int(words[0])
-    return found
+                limits[name] = None if words[0] == "unlimited" else int(words[0])
+    return limits
 
 
 def _memory(text: str) -> dict[str, int]:
-    """Of /proc/meminfo, kB made bytes."""
-    found = {}
+    """The values of /proc/meminfo in bytes."""
+    sizes = {}
     for line in text.splitlines():
         if match := re.fullmatch(r"(\w+):\s+([0-9]{1,15})( kB)?", line.strip()):
-            found[match[1]] = int(match[2]) * (1024 if match[3] else 1)
-    return found
+            sizes[match[1]] = int(match[2]) * (1024 if match[3] else 1)
+    return sizes
 
 
 def _allowed(text: str) -> tuple[int, ...]:
@@ -247,22 +247,24 @@ def _is_virtual(text: str) -> bool | None:
 
 
 def _variables(text: str) -> dict[str, str]:
-    """Of /proc/PID/environ, or of lines NAME=VALUE."""
+    """The variables of /proc/PID/environ, or of lines NAME=VALUE."""
     entries = (entry.partition("=") for entry in re.split(r"[\0\n]", text))
     return {name: value for name, _, value in entries if name}
 
 
 def read_nccl_conf_files(root: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """What NCCL's own files set: the user's (NCCL_CONF_FILE, else ~/.nccl.conf) before the system's."""
-    return {name: one.value or "" for name, one in _read_nccl_conf_settings(root, environ).items()}
+    return {name: setting.value or "" for name, setting in _read_nccl_conf_settings(root, environ).items()}
 
 
 def _read_nccl_conf_settings(root: Path, environ: Mapping[str, str]) -> dict[str, VariableAssignment]:
     paths = nccl_conf_paths(environ.get("NCCL_CONF_FILE"), None, root)
-    found = effective_assignments(
+    settings = effective_assignments(
         resolve_layers([parse_nccl_conf(read_kernel_text(path), str(path)) for path in paths])
     )
-    return {name: one for name, one in found.items() if one.value is not None and _OURS.match(name)}
+    return {
+        name: setting for name, setting in settings.items() if setting.value is not None and _OURS.match(name)
+    }
 
 
 def _read_shared_memory(root: Path, live: bool, memory: int | None) -> SharedMemory:
@@ -273,9 +275,9 @@ def _read_shared_memory(root: Path, live: bool, memory: int | None) -> SharedMem
             size, free = usage.total, usage.free
         except OSError:
             free = None
-    found = _list_segments(root / "dev/shm")
-    stale = sorted(set(found) - _mapped_segments(root)) if found else []
-    return SharedMemory(size, free, tuple(stale), sum(found[name] for name in stale))
+    segments = _list_segments(root / "dev/shm")
+    stale = sorted(set(segments) - _mapped_segments(root)) if segments else []
+    return SharedMemory(size, free, tuple(stale), sum(segments[name] for name in stale))
 
 
 def _shm_size(mounts: str, memory: int | None) -> int | None:
@@ -298,7 +300,7 @@ def _shm_size(mounts: str, memory: int | None) -> int | None:
 
 def _list_segments(folder: Path) -> dict[str, int]:
     """What communication libraries keep there as this user, with the size of each."""
-    found = {}
+    sizes = {}
     try:
         entries = list(os.scandir(folder))
     except OSError:
@@ -313,23 +315,23 @@ def _list_segments(folder: Path) -> dict[str, int]:
             and status.st_uid == os.getuid()
             and entry.is_file(follow_symlinks=False)
         ):
-            found[entry.name] = status.st_size
-    return found
+            sizes[entry.name] = status.st_size
+    return sizes
 
 
 def _mapped_segments(root: Path) -> set[str]:
     """The names in /dev/shm that a process maps or holds open, as far as it lets us look."""
-    found: set[str] = set()
+    names: set[str] = set()
     try:
         entries = [entry for entry in os.scandir(root / "proc") if entry.name.isdigit()]
     except OSError:
-        return found
+        return names
     for entry in entries:
         maps = read_kernel_text(Path(entry.path) / "maps")
-        found |= set(re.findall(r" /dev/shm/(\S+)", maps))
+        names |= set(re.findall(r" /dev/shm/(\S+)", maps))
         try:
-            held = [str(one.readlink()) for one in Path(entry.path, "fd").iterdir()]
+            held = [str(link.readlink()) for link in Path(entry.path, "fd").iterdir()]
         except OSError:
             continue
-        found |= {path.removeprefix("/dev/shm/") for path in held if path.startswith("/dev/shm/")}
-    return found
+        names |= {path.removeprefix("/dev/shm/") for path in held if path.startswith("/dev/shm/")}
+    return names

@@ -23,7 +23,7 @@ from hpcrun.tuning.policy.nccl_tests import parse_nccl_tests
 from hpcrun.tuning.registry.values import parse_c_integer
 
 _SLOW = 0.8
-"""Of what most pairs reach."""
+"""The share of the usual rate below which a pair is slow."""
 _FEWEST = 3
 """Trials that are alike and fewer may all be with one slow node."""
 _HALVED = (0.35, 0.65)
@@ -43,7 +43,7 @@ class PairTrial:
     rate_GBps: float
     """At the largest size."""
     queue_pairs: int | None = None
-    """Of a connection, where the output tells."""
+    """Queue pairs of a connection, where the output reports them."""
     is_wrong: bool = False
     """Whether results were wrong."""
 
@@ -54,7 +54,7 @@ class PairTrial:
 
 @dataclass(frozen=True)
 class PairResults:
-    """How the nodes stand after the trials so far."""
+    """The state of the nodes after the trials so far."""
 
     nodes: tuple[str, ...]
     trials: tuple[PairTrial, ...]
@@ -71,9 +71,9 @@ class PairResults:
         left = [node for node in self.nodes if node not in self.clear and node not in self.named]
         return tuple(sorted(left, key=lambda node: node not in tried))
 
-    def can_be_paired(self, one: str, other: str) -> bool:
+    def can_be_paired(self, first: str, other: str) -> bool:
         """Whether two of them say something together: two adapters of a node do not cross the network."""
-        here, there = one.partition(_ADAPTER), other.partition(_ADAPTER)
+        here, there = first.partition(_ADAPTER), other.partition(_ADAPTER)
         return not here[1] or here[0] != there[0]
 
     def is_slow(self, trial: PairTrial) -> bool:
@@ -84,7 +84,7 @@ class PairResults:
 def evaluate_trials(
     nodes: Sequence[str], trials: Sequence[PairTrial], at_least_GBps: float | None = None
 ) -> PairResults:
-    """What the trials say; without a limit of one's own it is 0.8 of what most pairs reach."""
+    """Evaluate the trials; the default limit is 0.8 of what most pairs reach."""
     rates = sorted(trial.rate_GBps for trial in trials)
     # The upper quartile: as many as half of the trials may be slow.
     usual = rates[-(-3 * (len(rates) - 1) // 4)] if rates else 0.0
@@ -94,8 +94,8 @@ def evaluate_trials(
         clear = frozenset()  # they may all be slow
     named = {}
     for node in nodes:
-        against = [one for one in trials if node in one.nodes and one.partner(node) in clear]
-        if node not in clear and len({one.partner(node) for one in against}) > 1:
+        against = [trial for trial in trials if node in trial.nodes and trial.partner(node) in clear]
+        if node not in clear and len({trial.partner(node) for trial in against}) > 1:
             named[node] = tuple(against)
     return PairResults(before.nodes, before.trials, before.limit_GBps, clear, named)
 
@@ -105,22 +105,25 @@ def choose_next_pairs(standing: PairResults) -> tuple[tuple[str, str], ...]:
     met = {frozenset(trial.nodes) for trial in standing.trials}
     waiting = list(standing.suspects)
     helpers = [node for node in standing.nodes if node in standing.clear]
-    found = []
+    pairs = []
     while waiting:
         node = waiting.pop(0)
         for others in (helpers, waiting):
             rail = node.partition(_ADAPTER)[2]
             left = [
-                one
-                for one in others
-                if frozenset((node, one)) not in met and standing.can_be_paired(node, one)
+                candidate
+                for candidate in others
+                if frozenset((node, candidate)) not in met and standing.can_be_paired(node, candidate)
             ]
-            other = next((one for one in left if one.partition(_ADAPTER)[2] == rail), next(iter(left), None))
+            other = next(
+                (candidate for candidate in left if candidate.partition(_ADAPTER)[2] == rail),
+                next(iter(left), None),
+            )
             if other is not None:
                 others.remove(other)
-                found.append((node, other))
+                pairs.append((node, other))
                 break
-    return tuple(found)
+    return tuple(pairs)
 
 
 def check_pair_trials(standing: PairResults) -> tuple[Finding, ...]:
@@ -145,15 +148,15 @@ def _wrong_results(standing: PairResults) -> Iterator[Finding]:
 
 def _slow_nodes(standing: PairResults) -> Iterator[Finding]:
     for node, trials in standing.named.items():
-        told = ", ".join(f"{one.rate_GBps:.4g} GB/s with {one.partner(node)}" for one in trials)
-        text = f"is slow: {told}; those reach {standing.limit_GBps:.4g} with others"
-        remedy = "`hpcrun doctor` there; leave it out until it is mended"
+        rates = ", ".join(f"{trial.rate_GBps:.4g} GB/s with {trial.partner(node)}" for trial in trials)
+        text = f"is slow: {rates}; those reach {standing.limit_GBps:.4g} with others"
+        remedy = "`hpcrun doctor` there; leave it out until it is repaired"
         yield Finding("error", "pair", node, text, remedy)
 
 
 def _slow_paths(standing: PairResults) -> Iterator[Finding]:
     """Pairs that are slow although both are fast with others: a link between them, or flows that collide."""
-    good = [one.rate_GBps for one in standing.trials if not standing.is_slow(one)]
+    good = [trial.rate_GBps for trial in standing.trials if not standing.is_slow(trial)]
     for trial in standing.trials:
         if not standing.is_slow(trial) or not set(trial.nodes) <= standing.clear:
             continue
@@ -195,20 +198,20 @@ def parse_pair_trials(text: str, name: str) -> tuple[PairTrial, ...]:
         return tuple(_parse_ping_pong(text, name))
     if rate_GBps := _parse_perftest(text):
         return (PairTrial(_endpoints_of_name(name), rate_GBps),)
-    found = parse_nccl_tests(text)
-    if len(found.nodes) != 2 or not found.times_us:
-        told = f"on {len(found.nodes)} nodes" if found.times_us else "that are none"
-        raise UsageError(f"{name}: holds times of nccl-tests {told}; it takes one of two nodes")
-    size = max(call.size_bytes for call in found.times_us)
-    rates = [found.busbw_GBps[call] for call in found.times_us if call.size_bytes == size]
-    told_pairs = parse_c_integer(found.env.get("NCCL_IB_QPS_PER_CONNECTION", ""))
+    timings = parse_nccl_tests(text)
+    if len(timings.nodes) != 2 or not timings.times_us:
+        described = f"on {len(timings.nodes)} nodes" if timings.times_us else "that are none"
+        raise UsageError(f"{name}: holds times of nccl-tests {described}; it takes one of two nodes")
+    size = max(call.size_bytes for call in timings.times_us)
+    rates = [timings.busbw_GBps[call] for call in timings.times_us if call.size_bytes == size]
+    told_pairs = parse_c_integer(timings.env.get("NCCL_IB_QPS_PER_CONNECTION", ""))
     rate = statistics.median(rates[0])
-    adapter = found.env.get("NCCL_IB_HCA", "").strip("\"'").lstrip("=")
+    adapter = timings.env.get("NCCL_IB_HCA", "").strip("\"'").lstrip("=")
     alone = re.fullmatch(r"[A-Za-z]\w*(:\d+)?", adapter)
-    first, second = (f"{node}:{adapter}" if alone else node for node in found.nodes)
+    first, second = (f"{node}:{adapter}" if alone else node for node in timings.nodes)
     if Path(name).stem.count(_JOINT) == 1 and _ADAPTER in Path(name).stem:
         first, second = _endpoints_of_name(name)
-    return (PairTrial((first, second), rate, told_pairs, found.is_wrong),)
+    return (PairTrial((first, second), rate, told_pairs, timings.is_wrong),)
 
 
 def _parse_perftest(text: str) -> float | None:
@@ -236,10 +239,10 @@ def _parse_ping_pong(text: str, name: str) -> Iterator[PairTrial]:
     """Links of hpcrun.bench.pingpong whose names are NODE+NODE."""
     try:
         links: Mapping[str, Any] = json.loads(text)["links"]
-        for link, found in links.items():
+        for link, result in links.items():
             first, joint, second = link.partition(_JOINT)
             if joint and first and second:
-                times = {int(size): spent for size, spent in found["one"].items()}
+                times = {int(size): spent for size, spent in result["one"].items()}
                 size = max(times)
                 yield PairTrial((first, second), size / statistics.median(times[size]) / 1e9)
     except (ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
@@ -249,7 +252,7 @@ def _parse_ping_pong(text: str, name: str) -> Iterator[PairTrial]:
 def trials_of_nodes(nodes: Sequence[str], trials: Sequence[PairTrial]) -> tuple[PairTrial, ...]:
     """The trials with the nodes' names as they were given; those of other nodes are a UsageError."""
     by_short = {_short(node): node for node in nodes}
-    found = []
+    matched = []
     for trial in trials:
         # A trial that tells its adapter is one of the nodes too, where nodes are tried.
         first, second = (
@@ -258,8 +261,8 @@ def trials_of_nodes(nodes: Sequence[str], trials: Sequence[PairTrial]) -> tuple[
         )
         if first is None or second is None or first == second:
             raise UsageError(f"{' and '.join(trial.nodes)}: are no pair of {', '.join(nodes)}")
-        found.append(PairTrial((first, second), trial.rate_GBps, trial.queue_pairs, trial.is_wrong))
-    return tuple(found)
+        matched.append(PairTrial((first, second), trial.rate_GBps, trial.queue_pairs, trial.is_wrong))
+    return tuple(matched)
 
 
 def _short(end: str) -> str:
@@ -270,4 +273,6 @@ def _short(end: str) -> str:
 
 def trial_endpoints(nodes: Sequence[str], adapters: Sequence[str]) -> list[str]:
     """What is tried: nodes, or all their adapters."""
-    return [f"{node}{_ADAPTER}{one}" for one in adapters for node in nodes] if adapters else list(nodes)
+    return (
+        [f"{node}{_ADAPTER}{adapter}" for adapter in adapters for node in nodes] if adapters else list(nodes)
+    )

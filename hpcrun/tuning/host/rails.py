@@ -15,12 +15,12 @@ _CROSS_NIC, _HCA = "NCCL_CROSS_NIC", "NCCL_IB_HCA"
 
 
 class AdapterRail(NamedTuple):
-    """One of them, in NCCL's order."""
+    """One rail, in NCCL's order."""
 
     port: str
     """As HCA:port."""
     network: str
-    """Of its interface; empty: unknown."""
+    """The network of its interface; empty: unknown."""
 
 
 def read_rails(report: Mapping[str, Any]) -> tuple[AdapterRail, ...]:
@@ -35,14 +35,16 @@ def read_rails(report: Mapping[str, Any]) -> tuple[AdapterRail, ...]:
 
 
 def _rails(report: Mapping[str, Any]) -> tuple[AdapterRail, ...]:
-    wanted = parse_device_list((report.get("environ") or {}).get(_HCA, ""))
-    networks = {one["name"]: one.get("networks") or () for one in report.get("interfaces") or ()}
+    devices = parse_device_list((report.get("environ") or {}).get(_HCA, ""))
+    networks = {
+        interface["name"]: interface.get("networks") or () for interface in report.get("interfaces") or ()
+    }
     return tuple(
         AdapterRail(
             port.name, next(filter(None, (_network(networks.get(name, ())) for name in port.interfaces)), "")
         )
         for port in ports_of_report(report)
-        if port.is_active and wanted.takes(port.device, port.number)
+        if port.is_active and devices.takes(port.device, port.number)
     )
 
 
@@ -66,15 +68,15 @@ def find_crossed_rails(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Fin
         node: of for node, of in by_network.items() if len(of) > 1 and all(of) and len({*of}) == len(of)
     }
     usual, count = _usual_rails(railed)
-    told = set()
+    reported = set()
     for node, of in railed.items():
         if of != usual and {*of} == {*usual} and count * 2 > len(railed):
-            told.add(node)
+            reported.add(node)
             yield _other_order_finding(node, maps[node], usual, kept=kept)
     ports = {node: tuple(rail.port for rail in rails) for node, rails in maps.items()}
     usual, count = _usual_rails(ports)
     for node, names in ports.items():
-        if kept and node not in told and names != usual and count * 2 > len(ports):
+        if kept and node not in reported and names != usual and count * 2 > len(ports):
             text = f"its rails are {', '.join(names)}, on {count} others {', '.join(usual)}"
             remedy = (
                 f"with {_CROSS_NIC}=0 they pair by order: {_HCA} by node, HCA:port, and its rail from 2.30 on"

@@ -41,27 +41,27 @@ class NetworkRoute:
 
 def parse_ip_route(text: str) -> tuple[NetworkRoute, ...]:
     """The answer of `ip route`, of one table or of all, in its order."""
-    found: list[NetworkRoute] = []
+    routes: list[NetworkRoute] = []
     for line in text.splitlines():
-        told = dict(_WORD.findall(line))
+        fields = dict(_WORD.findall(line))
         words = line.split()
-        if words[:1] == ["nexthop"] and found and line[:1].isspace() and "dev" in told:
-            last = found.pop()
-            interfaces = sorted({*filter(None, last.interface.split("+")), told["dev"]})
+        if words[:1] == ["nexthop"] and routes and line[:1].isspace() and "dev" in fields:
+            last = routes.pop()
+            interfaces = sorted({*filter(None, last.interface.split("+")), fields["dev"]})
             joined = f"{last.line} {' '.join(words)}"
-            found.append(
+            routes.append(
                 NetworkRoute(last.destination, "+".join(interfaces), last.metric, last.table, joined)
             )
             continue
         words = words[1:] if words[:1] == ["unicast"] else words
-        name = _destination(words[0], told.get("via", "")) if words else ""
-        if not name or told.get("table") in _OWN:
+        name = _destination(words[0], fields.get("via", "")) if words else ""
+        if not name or fields.get("table") in _OWN:
             continue
-        metric = int(told["metric"]) if told.get("metric", "").isdecimal() else 0
-        found.append(
-            NetworkRoute(name, told.get("dev", ""), metric, told.get("table", "main"), " ".join(words))
+        metric = int(fields["metric"]) if fields.get("metric", "").isdecimal() else 0
+        routes.append(
+            NetworkRoute(name, fields.get("dev", ""), metric, fields.get("table", "main"), " ".join(words))
         )
-    return tuple(route for route in found if route.interface)
+    return tuple(route for route in routes if route.interface)
 
 
 def _destination(word: str, via: str) -> str:
@@ -78,7 +78,7 @@ def _destination(word: str, via: str) -> str:
 
 
 def parse_proc_route(text: str) -> tuple[NetworkRoute, ...]:
-    """The same from /proc/net/route: the main table of IPv4."""
+    """The routes of /proc/net/route: the main table of IPv4."""
     routes = []
     for route in parse_kernel_routes(text):
         if not re.fullmatch(r"[0-9A-F]{4}", route.flags) or int(route.flags, 16) & _REJECTED:
@@ -104,9 +104,9 @@ def routes_of_report(report: Mapping[str, Any]) -> tuple[NetworkRoute, ...] | No
 
 def find_differing_routes(reports: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """Nodes that have several interfaces in one network, and send by another one of them than most."""
-    told = {node: of for node, report in reports.items() if (of := routes_of_report(report))}
-    for name in dict.fromkeys(_key(route) for of in told.values() for route in of):
-        ways = {node: way for node, of in told.items() if (way := _routes_to(of, name))}
+    routes_of_node = {node: of for node, report in reports.items() if (of := routes_of_report(report))}
+    for name in dict.fromkeys(_key(route) for of in routes_of_node.values() for route in of):
+        ways = {node: way for node, of in routes_of_node.items() if (way := _routes_to(of, name))}
         if len(ways) < 2 or all(len(way) < 2 for way in ways.values()):
             continue
         usual, count = Counter(map(_plain, ways.values())).most_common(1)[0]
@@ -122,11 +122,11 @@ def _key(route: NetworkRoute) -> str:
 
 def _routes_to(routes: Iterable[NetworkRoute], name: str) -> tuple[NetworkRoute, ...]:
     """The routes to one network in the order in which they are taken."""
-    return tuple(sorted((one for one in routes if _key(one) == name), key=lambda one: one.metric))
+    return tuple(sorted((route for route in routes if _key(route) == name), key=lambda route: route.metric))
 
 
 def _plain(way: tuple[NetworkRoute, ...]) -> tuple[tuple[str, int], ...]:
-    return tuple((one.interface, one.metric) for one in way)
+    return tuple((route.interface, route.metric) for route in way)
 
 
 def _other_route_finding(
@@ -152,4 +152,4 @@ def _other_route_finding(
 
 
 def _lines(way: tuple[NetworkRoute, ...]) -> str:
-    return ", then ".join(f"'{one.line}'" for one in way)
+    return ", then ".join(f"'{route.line}'" for route in way)

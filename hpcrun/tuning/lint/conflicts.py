@@ -45,7 +45,7 @@ class SettingsView:
         return setting.value if setting is not None and setting.value else None
 
     def number(self, name: str) -> int | None:
-        """The same as a number."""
+        """A value as a number."""
         text = self.text(name)
         return None if text is None else parse_c_integer(text)
 
@@ -69,7 +69,7 @@ def find_conflicts(settings: Mapping[str, VariableAssignment], version: Version 
 
 def find_plugin_folder(path: str) -> str | None:
     """The first folder of a library path that a network plugin of NCCL is known to lie in."""
-    return next((one for one in path.split(":") if _PLUGINS.search(one)), None)
+    return next((folder for folder in path.split(":") if _PLUGINS.search(folder)), None)
 
 
 def _sockets(view: SettingsView) -> Iterator[Finding]:
@@ -220,11 +220,11 @@ def _algorithms(view: SettingsView) -> Iterator[Finding]:
             ),
         )
         for switch, names, is_off in needs:
-            wanted = sorted(chosen.words & names)
-            if is_off and wanted:
+            chosen_names = sorted(chosen.words & names)
+            if is_off and chosen_names:
                 alone = left <= names
                 say = make_error if alone else make_warning
-                yield say("NCCL_ALGO", f"asks for {', '.join(wanted)}, which {switch} has turned off")
+                yield say("NCCL_ALGO", f"asks for {', '.join(chosen_names)}, which {switch} has turned off")
     if chosen and proto and chosen.is_valid and view.may_be_since(*FROM_EMPTY_SINCE):
         other = parse_nccl_selection("NCCL_PROTO", proto, view.version)
         lost = sorted(set(other.chosen) - set(chosen.chosen)) if other.is_valid else []
@@ -306,10 +306,10 @@ def _traffic_class(view: SettingsView) -> Iterator[Finding]:
     ours, theirs = view.number("NCCL_IB_TC"), view.number("UCX_IB_TRAFFIC_CLASS")
     if ours is None or theirs is None or not (0 <= ours <= 255 and 0 <= theirs <= 255):
         return
-    for one in check_class_agreement(
+    for finding in check_class_agreement(
         {"NCCL_IB_TC": str(ours), "UCX_IB_TRAFFIC_CLASS": str(theirs)}, "", uses_ucx=True
     ):
-        yield make_warning("UCX_IB_TRAFFIC_CLASS", one.text)
+        yield make_warning("UCX_IB_TRAFFIC_CLASS", finding.text)
 
 
 def _interfaces(view: SettingsView) -> Iterator[Finding]:
@@ -318,7 +318,7 @@ def _interfaces(view: SettingsView) -> Iterator[Finding]:
         if gloo[0] in "^=":
             text = f"{gloo[0]!r} is NCCL's sign, not gloo's; write whole names"
             yield make_error("GLOO_SOCKET_IFNAME", text)
-        elif ours and not any(parse_device_list(ours).takes(one) for one in gloo.split(",")):
+        elif ours and not any(parse_device_list(ours).takes(name) for name in gloo.split(",")):
             text = f"is {quote_value(gloo)}, which NCCL_SOCKET_IFNAME {quote_value(ours)} leaves out"
             yield make_warning("GLOO_SOCKET_IFNAME", text)
     entries = (view.text("UCX_NET_DEVICES") or "").split(",")

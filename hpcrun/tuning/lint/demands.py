@@ -103,7 +103,9 @@ NETWORK_PLATFORMS = (
 
 def is_demanded_by_platform(name: str, value: str, environment: Mapping[str, VariableAssignment]) -> bool:
     """Whether a platform that the rest of the environment shows asks for this value."""
-    others = [f"{key}={one.value}" for key, one in environment.items() if key != name and one.value]
+    others = [
+        f"{key}={setting.value}" for key, setting in environment.items() if key != name and setting.value
+    ]
     for platform in NETWORK_PLATFORMS:
         demand = platform.demands.get(name)
         is_here = any(platform.signs.fullmatch(other) for other in others)

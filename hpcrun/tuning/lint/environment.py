@@ -34,7 +34,7 @@ _PORTABLE: Version = (2, 30)
 """From here on a line may end as on Windows, and the user's file is looked for in $HOME."""
 """From here on NCCL_CONF_FILE names the user's file."""
 SECRET_VARIABLES = frozenset({"NCCL_PSK"})
-"""Whose values are never printed."""
+"""Variables whose values are never printed."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class VariableAssignment:
     value: str | None
     """None: a shell computes it, so that it is not known here."""
     origin: str
-    """In a word: shell, script, container, job, profile, or the file."""
+    """shell, script, container, job, profile, or the file."""
     where: str
     """With its line where it has one."""
     is_exported: bool = True
     faults: tuple[Finding, ...] = ()
     raw: str = ""
-    """How it is written, where that says more than the value."""
+    """The line as written, where it says more than the value."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ def resolve_layers(layers: Sequence[EnvironmentLayer]) -> dict[str, PrecedenceCh
                 story.append((setting, "not exported: no other process sees it"))
                 continue
             if held is not None:
-                at = next(i for i, (one, _) in enumerate(story) if one is held)
+                at = next(i for i, (setting, _) in enumerate(story) if setting is held)
                 story[at] = (held, f"replaced at {setting.where}")
             state[setting.name] = setting
             story.append((setting, "counts"))
         for name, where in layer.removed.items():
             gone = state.pop(name, None)
             if gone is not None:
-                at = next(i for i, (one, _) in enumerate(steps[name]) if one is gone)
+                at = next(i for i, (setting, _) in enumerate(steps[name]) if setting is gone)
                 steps[name][at] = (gone, f"taken away at {where}")
     return {name: PrecedenceChain(name, state.get(name), tuple(story)) for name, story in steps.items()}
 
@@ -151,7 +151,7 @@ def parse_environment_dump(text: str, name: str, origin: str) -> EnvironmentLaye
     if text.lstrip()[:1] in ("[", "{"):
         pairs = _from_json(text, name)
     elif "\0" in text:
-        pairs = [(0, one) for one in text.split("\0") if one]
+        pairs = [(0, entry) for entry in text.split("\0") if entry]
     else:
         pairs = list(_parse_assignment_lines(text))
     settings = []
@@ -198,17 +198,17 @@ def _unquoted(text: str) -> str:
 
 def _from_json(text: str, name: str) -> list[tuple[int, str]]:
     try:
-        found: Any = json.loads(text)
+        content: Any = json.loads(text)
     except (ValueError, RecursionError):
         raise UsageError(f"{name}: begins like JSON and is none; write NAME=VALUE lines instead") from None
-    if isinstance(found, list) and found and isinstance(found[0], dict):
-        found = found[0]
+    if isinstance(content, list) and content and isinstance(content[0], dict):
+        content = content[0]
     for key in ("Config", "config", "Env", "env"):
-        if isinstance(found, dict) and key in found:
-            found = found[key]
-    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        if isinstance(content, dict) and key in content:
+            content = content[key]
+    if not isinstance(content, list) or not all(isinstance(item, str) for item in content):
         raise UsageError(f"{name}: holds no list of NAME=VALUE; give `docker inspect IMAGE`, or lines")
-    return [(0, one) for one in found]
+    return [(0, item) for item in content]
 
 
 def nccl_conf_paths(value: str | None, version: Version | None, root: Path = Path("/")) -> list[Path]:
@@ -254,12 +254,14 @@ def parse_nccl_conf(text: str, name: str, version: Version | None = None) -> Env
 
 def _repair_names(settings: Sequence[VariableAssignment]) -> Iterator[VariableAssignment]:
     """A name that blanks keep NCCL from knowing is told by the name that was meant, and does not count."""
-    for one in settings:
-        meant = one.name.strip().removeprefix("export ").strip()
-        if meant != one.name:
-            yield VariableAssignment(meant, one.value, one.origin, one.where, False, one.faults, one.raw)
+    for setting in settings:
+        meant = setting.name.strip().removeprefix("export ").strip()
+        if meant != setting.name:
+            yield VariableAssignment(
+                meant, setting.value, setting.origin, setting.where, False, setting.faults, setting.raw
+            )
         else:
-            yield one
+            yield setting
 
 
 def _check_conf_line(key: str, value: str, version: Version | None) -> Iterator[Finding]:

@@ -86,38 +86,38 @@ class VariableExplanation:
             yield _format_line("set", f"{setting.where}: {shown}: {fate}")
         if self.chain is None:
             yield _format_line("set", "nowhere that was looked at")
-        for one in self.findings:
-            yield _format_line(one.severity, one.message)
+        for finding in self.findings:
+            yield _format_line(finding.severity, finding.message)
 
-    def _known(self, known: CommVariable) -> Iterator[str]:
-        owner = "" if known.owner == "nccl" else f"of {known.owner}; "
-        yield _format_line("what", known.effect)
-        if known.danger:
-            yield _format_line("risk", known.danger)
-        yield _format_line("kind", f"{owner}{_KINDS[known.kind]}; {_RANKS[known.ranks]}")
-        yield _format_line("read", self._reading(known))
-        yield _format_line("values", _format_history(known.values))
-        if known.default:
-            yield _format_line("default", _default(known, self.version))
+    def _known(self, variable: CommVariable) -> Iterator[str]:
+        owner = "" if variable.owner == "nccl" else f"of {variable.owner}; "
+        yield _format_line("what", variable.effect)
+        if variable.danger:
+            yield _format_line("risk", variable.danger)
+        yield _format_line("kind", f"{owner}{_KINDS[variable.kind]}; {_RANKS[variable.ranks]}")
+        yield _format_line("read", self._reading(variable))
+        yield _format_line("values", _format_history(variable.values))
+        if variable.default:
+            yield _format_line("default", _default(variable, self.version))
         figure = parse_c_integer(self.value or "")
-        if known.name in CLASS_VARIABLES and figure is not None and 0 <= figure <= 255:
+        if variable.name in CLASS_VARIABLES and figure is not None and 0 <= figure <= 255:
             yield _format_line("value", str(decode_traffic_class(figure)))
-        if known.instead:
-            yield _format_line("instead", known.instead)
-        yield _format_line("source", _SOURCES.get(known.source, known.source))
+        if variable.instead:
+            yield _format_line("instead", variable.instead)
+        yield _format_line("source", _SOURCES.get(variable.source, variable.source))
 
-    def _reading(self, known: CommVariable) -> str:
-        if known.owner != "nccl":
-            return f"by {known.owner}, not by NCCL"
-        span = f"from {format_version(known.since)} on" if known.since else ""
-        if known.kind == "undocumented":
+    def _reading(self, variable: CommVariable) -> str:
+        if variable.owner != "nccl":
+            return f"by {variable.owner}, not by NCCL"
+        span = f"from {format_version(variable.since)} on" if variable.since else ""
+        if variable.kind == "undocumented":
             span = f"by {format_version(variable_registry().library)}; other releases are not known"
-        if known.after:
-            span = f"not yet by {format_version(known.after)}; its documentation names it"
-        if known.removed:
-            span += f"{', ' if span else ''}no longer from {format_version(known.removed)} on"
-        if known.deprecated:
-            span += f"{', ' if span else ''}deprecated since {format_version(known.deprecated)}"
+        if variable.after:
+            span = f"not yet by {format_version(variable.after)}; its documentation names it"
+        if variable.removed:
+            span += f"{', ' if span else ''}no longer from {format_version(variable.removed)} on"
+        if variable.deprecated:
+            span += f"{', ' if span else ''}deprecated since {format_version(variable.deprecated)}"
         if self.version is None:
             return f"{span or 'in all releases that we know'} (which NCCL is used here is not known)"
         release = format_version(self.version)
@@ -129,42 +129,48 @@ class VariableExplanation:
         return f"{verdict[self.is_read]}{f' ({span})' if span else ''}"
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
-        known = self.variable
+        """Return plain values."""
+        variable = self.variable
         return {
             "name": self.name,
-            "is_known": known is not None,
-            "what": known.effect if known else describe_non_variable(self.name),
-            "owner": known.owner if known else None,
-            "kind": known.kind if known else None,
-            "ranks": known.ranks if known else None,
-            "risk": known.danger if known else "",
+            "is_known": variable is not None,
+            "what": variable.effect if variable else describe_non_variable(self.name),
+            "owner": variable.owner if variable else None,
+            "kind": variable.kind if variable else None,
+            "ranks": variable.ranks if variable else None,
+            "risk": variable.danger if variable else "",
             "is_read": self.is_read,
-            "since": _release_text(known.since if known else None),
-            "removed": _release_text(known.removed if known else None),
-            "deprecated": _release_text(known.deprecated if known else None),
-            "values": {format_version(v): rule for v, rule in known.values} if known else {},
-            "default": value_in_release(known.default, self.version) if known else None,
-            "default_history": {format_version(v): value for v, value in known.default} if known else {},
-            "instead": known.instead if known else "",
-            "source": known.source if known else "",
+            "since": _release_text(variable.since if variable else None),
+            "removed": _release_text(variable.removed if variable else None),
+            "deprecated": _release_text(variable.deprecated if variable else None),
+            "values": {format_version(v): rule for v, rule in variable.values} if variable else {},
+            "default": value_in_release(variable.default, self.version) if variable else None,
+            "default_history": {format_version(v): value for v, value in variable.default}
+            if variable
+            else {},
+            "instead": variable.instead if variable else "",
+            "source": variable.source if variable else "",
             "setting": chain_as_json(self.chain) if self.chain else None,
-            "findings": [one.as_json() for one in self.findings],
+            "findings": [finding.as_json() for finding in self.findings],
         }
 
 
 def explain_variable(name: str, report: LintReport, version: Version | None) -> VariableExplanation:
     """What is known of a name, also without its NCCL_ and in small letters; UsageError where it is none."""
-    known = variable_registry().variables
+    variables = variable_registry().variables
     if not _NAME.fullmatch(name):
         text = f"{quote_value(name)} is no name of a variable; write letters, digits and _, as NCCL_IB_TC"
         raise UsageError(text)
     for guess in (name, name.upper(), f"NCCL_{name.upper()}"):
-        if guess in known or guess in variable_registry().lookalikes or guess in variable_registry().symbols:
+        if (
+            guess in variables
+            or guess in variable_registry().lookalikes
+            or guess in variable_registry().symbols
+        ):
             name = guess
             break
-    findings = tuple(one for one in report.findings if one.subject == name)
-    return VariableExplanation(name, known.get(name), version, report.chains.get(name), findings)
+    findings = tuple(finding for finding in report.findings if finding.subject == name)
+    return VariableExplanation(name, variables.get(name), version, report.chains.get(name), findings)
 
 
 def describe_non_variable(name: str) -> str:
@@ -197,8 +203,8 @@ def _format_history(history: ValueHistory) -> str:
     return "; ".join(parts) or "not known"
 
 
-def _default(known: CommVariable, version: Version | None) -> str:
-    now = value_in_release(known.default, version)
-    if version is None or len(known.default) == 1:
-        return _format_history(known.default)
-    return f"{now or 'not known'} in {format_version(version)} ({_format_history(known.default)})"
+def _default(variable: CommVariable, version: Version | None) -> str:
+    now = value_in_release(variable.default, version)
+    if version is None or len(variable.default) == 1:
+        return _format_history(variable.default)
+    return f"{now or 'not known'} in {format_version(version)} ({_format_history(variable.default)})"

@@ -76,8 +76,8 @@ class LintInput:
     def layers(self, base: EnvironmentLayer) -> list[EnvironmentLayer]:
         """All layers over one environment, the configuration files and hpcrun's settings included."""
         over = [base, *self.above]
-        found = effective_assignments(resolve_layers(over)).get("NCCL_CONF_FILE")
-        value = found.value if found else None
+        setting = effective_assignments(resolve_layers(over)).get("NCCL_CONF_FILE")
+        value = setting.value if setting else None
         return [*over, *_conf_layers(self.confs, value, self.library.version), *self.advice]
 
 
@@ -102,7 +102,7 @@ def gather_lint_input(sources: LintSources, environ: Mapping[str, str]) -> LintI
     if image:
         notes.append(f"{sources.container_env}: taken to win over what comes from outside the container")
     counts = effective_assignments(resolve_layers([bases[0], *above]))
-    values = {name: one.value for name, one in counts.items() if one.value is not None}
+    values = {name: setting.value for name, setting in counts.items() if setting.value is not None}
     library = (
         find_job_nccl_library(job.spec, cluster, sources.nccl_version, values)
         if job
@@ -128,10 +128,10 @@ def lint_gathered(gathered: LintInput) -> LintReport:
     findings: dict[tuple[str, str, str], Finding] = {}
     files = [dump.values.get("NCCL_DEBUG_FILE") for dump in gathered.dumps]
     apart = bool(files) and len(set(files)) == len(files)
-    missing = [one for base in gathered.bases for one in _missing_files(gathered, base)]
-    for one in (*missing, *(found for report in reports for found in report.findings)):
-        if not (apart and one.subject == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
-            findings.setdefault((one.severity, one.subject, one.message), one)
+    missing = [finding for base in gathered.bases for finding in _missing_files(gathered, base)]
+    for finding in (*missing, *(finding for report in reports for finding in report.findings)):
+        if not (apart and finding.subject == "NCCL_DEBUG_FILE"):  # each rank has a file of its own
+            findings.setdefault((finding.severity, finding.subject, finding.message), finding)
     notes = (*gathered.notes, *reports[0].notes)
     if gathered.elsewhere and any(named_file_kind(name) for name in reports[0].chains):
         notes += (f"files that variables name were not looked for: {gathered.elsewhere[0]}",)
@@ -197,14 +197,16 @@ def _advice_layers(
     from hpcrun.tuning.job_settings import advise_job, preview_job_settings
 
     try:
-        found = advise_job(job.spec, cluster, nccl=version)
+        advice = advise_job(job.spec, cluster, nccl=version)
         led = preview_job_settings(job.spec, cluster, environ, version).environment()
     except UsageError as error:
         notes.append(f"hpcrun sets nothing: {error}")
         return
     settings = (
-        VariableAssignment(one.name, led.get(one.name, one.value), "hpcrun", f"hpcrun, {one.source}")
-        for one in found.everywhere
+        VariableAssignment(
+            setting.name, led.get(setting.name, setting.value), "hpcrun", f"hpcrun, {setting.source}"
+        )
+        for setting in advice.everywhere
     )
     yield EnvironmentLayer("hpcrun", tuple(settings), fills=True)
 
@@ -217,10 +219,10 @@ def _conf_layers(
         return
     for path in nccl_conf_paths(value, version):
         try:
-            found = path.is_file()
+            is_there = path.is_file()
         except OSError:
-            found = False
-        if found:
+            is_there = False
+        if is_there:
             yield parse_nccl_conf(read_user_file(path), str(path), version)
 
 
@@ -236,13 +238,13 @@ def _missing_files(gathered: LintInput, base: EnvironmentLayer) -> Iterator[Find
     if gathered.elsewhere:
         return
     counts = effective_assignments(resolve_layers(gathered.layers(base)))
-    values = {name: one.value for name, one in counts.items() if one.value}
+    values = {name: setting.value for name, setting in counts.items() if setting.value}
     old = gathered.library.version is not None and gathered.library.version < CONF_FILE_SINCE
-    for one in find_named_files(values):
-        if (one.kind == "settings" and (old or gathered.confs is not None)) or not one.lacks:
+    for file in find_named_files(values):
+        if (file.kind == "settings" and (old or gathered.confs is not None)) or not file.lacks:
             continue
-        setting = counts[one.variable]
+        setting = counts[file.variable]
         is_here = setting.origin == "shell" or "/" in setting.origin
-        text = one.lacks if is_here else f"{one.lacks}; look whether the job's nodes have it"
+        text = file.lacks if is_here else f"{file.lacks}; look whether the job's nodes have it"
         severity: Severity = "warning" if is_here else "note"
-        yield Finding(severity, "variable", one.variable, text, where=setting.where)
+        yield Finding(severity, "variable", file.variable, text, where=setting.where)

@@ -36,7 +36,7 @@ from hpcrun.tuning.variable_findings import (
 )
 
 _OURS = re.compile(r"NCCL_|RCCL_|TORCH_NCCL_")
-"""How the names begin that nobody but NCCL and its company uses."""
+"""Beginnings of names that only NCCL and its plugins use."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class LintReport:
 
     findings: tuple[Finding, ...]
     chains: Mapping[str, PrecedenceChain]
-    """Of the variables that are known or look as if."""
+    """Chains of the known variables and of those that look like them."""
     notes: tuple[str, ...] = ()
     """What could not be looked into."""
     read: tuple[str, ...] = ()
-    """How much of each script was read."""
+    """The number of commands read of each script."""
 
     @property
     def has_errors(self) -> bool:
@@ -63,9 +63,9 @@ class LintReport:
                 yield f"{'set':7}  {chain.winner.where} {name}: {_shown(chain.winner)}"
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return plain values."""
         return {
-            "findings": [one.as_json() for one in self.findings],
+            "findings": [finding.as_json() for finding in self.findings],
             "settings": {name: chain_as_json(chain) for name, chain in sorted(self.chains.items())},
             "notes": list(self.notes),
             "read": list(self.read),
@@ -73,15 +73,20 @@ class LintReport:
 
 
 def chain_as_json(chain: PrecedenceChain) -> dict[str, Any]:
-    """Who sets a variable and who wins, as plain values."""
+    """Who sets a variable and which setting wins, as plain values."""
     winner = chain.winner
     return {
         "value": printable_value(winner) if winner else None,
         "is_set": winner is not None,
         "where": winner.where if winner else None,
         "steps": [
-            {"value": printable_value(one), "origin": one.origin, "where": one.where, "fate": fate}
-            for one, fate in chain.steps
+            {
+                "value": printable_value(setting),
+                "origin": setting.origin,
+                "where": setting.where,
+                "fate": fate,
+            }
+            for setting, fate in chain.steps
         ],
     }
 
@@ -139,12 +144,14 @@ def _coverage_note(layer: EnvironmentLayer) -> str:
 
 def _is_scripts_own(chain: PrecedenceChain, used: Collection[str]) -> bool:
     """Whether a script only keeps something of its own under this name, which no NCCL reads."""
-    known = variable_registry()
-    is_known = chain.name in known.variables or known.lookalike(chain.name) or chain.name in known.symbols
+    registry = variable_registry()
+    is_known = (
+        chain.name in registry.variables or registry.lookalike(chain.name) or chain.name in registry.symbols
+    )
     is_exported = any(setting.is_exported or setting.faults for setting, _ in chain.steps)
     if chain.name in used:
         return not is_known or not is_exported
-    return not is_exported and not is_known and known.nearest(chain.name) is None
+    return not is_exported and not is_known and registry.nearest(chain.name) is None
 
 
 def sort_lint_findings(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -177,8 +184,8 @@ def _check_places(chains: Mapping[str, PrecedenceChain]) -> Iterator[Finding]:
 
 def _is_for_ranks(name: str) -> bool:
     """Whether it matters that ranks see it: builds and scripts have names like NCCL's of their own."""
-    found = variable_registry().lookalike(name)
-    return name in variable_registry().variables or found is None or found.reader == "torch"
+    lookalike = variable_registry().lookalike(name)
+    return name in variable_registry().variables or lookalike is None or lookalike.reader == "torch"
 
 
 def _shown(setting: VariableAssignment) -> str:
@@ -192,35 +199,35 @@ def check_assignment(
     environment: Mapping[str, VariableAssignment] | None = None,
 ) -> Iterator[Finding]:
     """What is wrong with one variable taken by itself; the environment tells which platform this is."""
-    known = variable_registry().variables.get(setting.name)
-    if known is None:
+    variable = variable_registry().variables.get(setting.name)
+    if variable is None:
         yield from _unknown(setting.name)
         return
-    absence = known.absence(version) if known.owner == "nccl" else ""
-    remedy = f"use {known.instead}" if known.instead else ""
+    absence = variable.absence(version) if variable.owner == "nccl" else ""
+    remedy = f"use {variable.instead}" if variable.instead else ""
     if absence:
         release = format_version(version or ())
-        make = make_error if known.removed and version and version >= known.removed else make_warning
-        yield make(known.name, f"does nothing: it {absence}, and this is {release}", remedy)
+        make = make_error if variable.removed and version and version >= variable.removed else make_warning
+        yield make(variable.name, f"does nothing: it {absence}, and this is {release}", remedy)
         return
-    if known.removed and version is None:
-        yield make_warning(known.name, f"is not read from {format_version(known.removed)} on", remedy)
-    if known.deprecated and (version is None or version >= known.deprecated):
-        yield make_note(known.name, f"is deprecated since {format_version(known.deprecated)}", remedy)
-    if known.kind == "undocumented":
+    if variable.removed and version is None:
+        yield make_warning(variable.name, f"is not read from {format_version(variable.removed)} on", remedy)
+    if variable.deprecated and (version is None or version >= variable.deprecated):
+        yield make_note(variable.name, f"is deprecated since {format_version(variable.deprecated)}", remedy)
+    if variable.kind == "undocumented":
         text = "is read by the library and documented nowhere we know; leave it unless you know why"
-        yield make_note(known.name, text)
+        yield make_note(variable.name, text)
     if setting.value is None:
-        yield make_note(known.name, "is computed by the shell, so that its value is not checked")
+        yield make_note(variable.name, "is computed by the shell, so that its value is not checked")
         return
-    rule = value_in_release(known.values, version)
-    faults = list(check_value(known.name, setting.value, rule, version)) if rule else []
-    if is_demanded_by_platform(known.name, setting.value, environment or {}):
+    rule = value_in_release(variable.values, version)
+    faults = list(check_value(variable.name, setting.value, rule, version)) if rule else []
+    if is_demanded_by_platform(variable.name, setting.value, environment or {}):
         yield from (fault for fault in faults if fault.severity == "error")
         return
     yield from faults
     if not count_severities(faults)["error"]:
-        yield from _check_leftover(known, setting.value, version)
+        yield from _check_leftover(variable, setting.value, version)
 
 
 def _unknown(name: str) -> Iterator[Finding]:
@@ -244,35 +251,35 @@ def _unknown(name: str) -> Iterator[Finding]:
         yield make_warning(name, text)
 
 
-def _lookalike_issue(found: LookalikeVariable) -> Finding:
-    text = f"; {found.text}" if found.text else ""
-    if found.reader == "torch":
+def _lookalike_issue(lookalike: LookalikeVariable) -> Finding:
+    text = f"; {lookalike.text}" if lookalike.text else ""
+    if lookalike.reader == "torch":
         return make_warning(
-            found.name, f"is torch's old name, which NCCL never reads; use {found.instead}{text}"
+            lookalike.name, f"is torch's old name, which NCCL never reads; use {lookalike.instead}{text}"
         )
-    if found.reader == "nobody":
-        return make_note(found.name, f"is read by nobody{text}")
-    if found.reader:
-        return make_note(found.name, f"is not read by NCCL but by {found.reader}{text}")
-    instead = f"; {found.instead} is what comes nearest" if found.instead else ""
+    if lookalike.reader == "nobody":
+        return make_note(lookalike.name, f"is read by nobody{text}")
+    if lookalike.reader:
+        return make_note(lookalike.name, f"is not read by NCCL but by {lookalike.reader}{text}")
+    instead = f"; {lookalike.instead} is what comes nearest" if lookalike.instead else ""
     # That no plugin of any vendor reads it cannot be proved.
     return make_warning(
-        found.name, f"looks like one of NCCL's variables, and no release of NCCL reads it{instead}{text}"
+        lookalike.name, f"looks like one of NCCL's variables, and no release of NCCL reads it{instead}{text}"
     )
 
 
-def _check_leftover(known: CommVariable, value: str, version: Version | None) -> Iterator[Finding]:
-    if not known.left:
+def _check_leftover(variable: CommVariable, value: str, version: Version | None) -> Iterator[Finding]:
+    if not variable.left:
         return
-    dangerous = known.left.split(",")
-    found = {word.strip().upper() for word in re.split("[,;]", value)} | {value.strip().upper()}
+    dangerous = variable.left.split(",")
+    words = {word.strip().upper() for word in re.split("[,;]", value)} | {value.strip().upper()}
     figure = parse_c_integer(value)
-    if dangerous == ["any"] or found & {one.upper() for one in dangerous} or str(figure) in dangerous:
-        why: str | None = known.danger or known.effect
-        if known.name in ("NCCL_PROTO", "NCCL_ALGO"):
-            why = _choice_objection(known.name, value, version) or ""
+    if dangerous == ["any"] or words & {word.upper() for word in dangerous} or str(figure) in dangerous:
+        why: str | None = variable.danger or variable.effect
+        if variable.name in ("NCCL_PROTO", "NCCL_ALGO"):
+            why = _choice_objection(variable.name, value, version) or ""
         if why:
-            yield make_warning(known.name, f"{quote_value(value)}: left over from an experiment? {why}")
+            yield make_warning(variable.name, f"{quote_value(value)}: left over from an experiment? {why}")
 
 
 def _choice_objection(name: str, value: str, version: Version | None) -> str:

@@ -60,7 +60,7 @@ class NamedFile:
     where: str = ""
     """What sets the variable."""
     digest: str = ""
-    """Of its content, where it is read by NCCL."""
+    """Digest of its content, where NCCL reads it."""
     gpus: tuple[str, ...] = ()
     """PCI addresses, or numbers, of the GPUs that it describes."""
     adapters: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class NamedFile:
     def lacks(self) -> str:
         """What is wrong with it by itself, and what follows; empty: nothing."""
         is_folder = self.kind == "folder"
-        told = {
+        problem = {
             "there": "" if self.is_sound else f"holds no <{_ROOTS.get(self.kind)}>",
             "missing": self._missing,
             "unreadable": "is in a folder that may not be written to" if is_folder else "may not be read",
@@ -85,7 +85,7 @@ class NamedFile:
             "no file": "is in what is no folder" if is_folder else "is no file here",
             "relative": "is looked for in whichever directory a rank starts, and is not in this one",
         }[self.state]
-        return f"{self.path!r} {told}, and {_CONSEQUENCE[self.kind]}" if told else ""
+        return f"{self.path!r} {problem}, and {_CONSEQUENCE[self.kind]}" if problem else ""
 
 
 _ROOTS: Mapping[NamedFileKind, str] = {"topology": "system", "graphs": "graphs"}
@@ -97,8 +97,8 @@ def named_file_kind(variable: str) -> NamedFileKind | None:
         return _KINDS[variable]
     if _WRITTEN.fullmatch(variable):
         return "folder"
-    known = variable_registry().variables.get(variable)
-    rule = value_in_release(known.values, None) if known else None
+    known_variable = variable_registry().variables.get(variable)
+    rule = value_in_release(known_variable.values, None) if known_variable else None
     return "plugin" if rule == "plugin" else "rules" if rule == "path" else None
 
 
@@ -136,27 +136,29 @@ def _folder(root: Path, path: str) -> NamedFileState:
     return "there" if os.access(folder, os.W_OK | os.X_OK) else "unreadable"
 
 
-def _inspect_file(one: NamedFile, root: Path) -> NamedFile:
-    path = _path_below(root, one.path)
+def _inspect_file(named: NamedFile, root: Path) -> NamedFile:
+    path = _path_below(root, named.path)
     try:
         if not path.exists():
-            missing: NamedFileState = "missing" if one.path.startswith("/") else "relative"
-            return NamedFile(one.variable, one.path, one.kind, missing, one.where)
+            missing: NamedFileState = "missing" if named.path.startswith("/") else "relative"
+            return NamedFile(named.variable, named.path, named.kind, missing, named.where)
         if not path.is_file():
-            return NamedFile(one.variable, one.path, one.kind, "no file", one.where)
-        if one.kind in ("library", "plugin"):
-            return one
+            return NamedFile(named.variable, named.path, named.kind, "no file", named.where)
+        if named.kind in ("library", "plugin"):
+            return named
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES)
     except OSError:
-        return NamedFile(one.variable, one.path, one.kind, "unreadable", one.where)
+        return NamedFile(named.variable, named.path, named.kind, "unreadable", named.where)
     if not content.strip():
-        return NamedFile(one.variable, one.path, one.kind, "empty", one.where)
+        return NamedFile(named.variable, named.path, named.kind, "empty", named.where)
     text = content.decode("utf-8", "replace")
     digest = hashlib.sha256(content).hexdigest()[:12]
-    gpus, adapters = _described_devices(text, one.kind)
-    is_sound = one.kind not in _ROOTS or f"<{_ROOTS[one.kind]}" in text
-    return NamedFile(one.variable, one.path, one.kind, "there", one.where, digest, gpus, adapters, is_sound)
+    gpus, adapters = _described_devices(text, named.kind)
+    is_sound = named.kind not in _ROOTS or f"<{_ROOTS[named.kind]}" in text
+    return NamedFile(
+        named.variable, named.path, named.kind, "there", named.where, digest, gpus, adapters, is_sound
+    )
 
 
 def _described_devices(text: str, kind: NamedFileKind) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -164,20 +166,24 @@ def _described_devices(text: str, kind: NamedFileKind) -> tuple[tuple[str, ...],
     gpus: dict[str, None] = {}
     adapters: dict[str, None] = {}
     for match in _TAG.finditer(text if kind in _ROOTS else ""):
-        told = dict(_ATTRIBUTE.findall(match["rest"]))
-        if kind == "topology" and match["tag"] == "pci" and told.get("class", "").startswith(_GPU_CLASSES):
-            gpus[told.get("busid", "").lower()] = None
-        elif kind == "topology" and match["tag"] == "net" and told.get("name"):
-            adapters[told["name"]] = None
-        elif kind == "graphs" and match["tag"] == "gpu" and told.get("dev", "").isdecimal():
-            gpus[told["dev"]] = None
-    return tuple(one for one in gpus if one), tuple(adapters)
+        attributes = dict(_ATTRIBUTE.findall(match["rest"]))
+        if (
+            kind == "topology"
+            and match["tag"] == "pci"
+            and attributes.get("class", "").startswith(_GPU_CLASSES)
+        ):
+            gpus[attributes.get("busid", "").lower()] = None
+        elif kind == "topology" and match["tag"] == "net" and attributes.get("name"):
+            adapters[attributes["name"]] = None
+        elif kind == "graphs" and match["tag"] == "gpu" and attributes.get("dev", "").isdecimal():
+            gpus[attributes["dev"]] = None
+    return tuple(gpu for gpu in gpus if gpu), tuple(adapters)
 
 
 def _plugins(variable: str, value: str, library_path: str, root: Path, where: str) -> Iterator[NamedFile]:
     """Plugins by their path, file or short name, several by commas (src/plugin/plugin_open.cc:69)."""
     prefix = f"libnccl-{variable.removeprefix('NCCL_').removesuffix('_PLUGIN').lower()}"
-    folders = [*library_path.split(":"), *(f"/{one}" for one in _SYSTEM_FOLDERS), *_configured(root)]
+    folders = [*library_path.split(":"), *(f"/{folder}" for folder in _SYSTEM_FOLDERS), *_configured(root)]
     for name in value.split(","):
         if not name or name.lower() in _NO_PLUGIN:
             continue
@@ -185,10 +191,10 @@ def _plugins(variable: str, value: str, library_path: str, root: Path, where: st
             yield _inspect_file(NamedFile(variable, name, "plugin", where=where), root)
             continue
         files = [name, f"{prefix}-{name}.so"]
-        found = any(
+        exists = any(
             _path_below(root, f"{folder}/{file}").is_file() for folder in folders if folder for file in files
         )
-        yield NamedFile(variable, name, "plugin", "there" if found else "missing", where)
+        yield NamedFile(variable, name, "plugin", "there" if exists else "missing", where)
 
 
 def _configured(root: Path) -> Iterator[str]:
@@ -201,21 +207,23 @@ def _configured(root: Path) -> Iterator[str]:
         yield from (line.strip() for line in lines if line.startswith("/"))
 
 
-def why_foreign(one: NamedFile, gpus: Collection[str], adapters: Collection[str]) -> str:
+def why_foreign(named: NamedFile, gpus: Collection[str], adapters: Collection[str]) -> str:
     """Why a file describes another machine than one with these GPUs (by PCI address) and RDMA devices."""
-    if one.state != "there" or not gpus:
+    if named.state != "there" or not gpus:
         return ""
-    if one.kind == "graphs":
-        beyond = [dev for dev in one.gpus if int(dev) >= len(gpus)]
+    if named.kind == "graphs":
+        beyond = [dev for dev in named.gpus if int(dev) >= len(gpus)]
         return f"names GPU {', '.join(beyond)}, and this node has {len(gpus)}" if beyond else ""
     here = {_address(gpu) for gpu in gpus}
-    lost = [gpu for gpu in one.gpus if _address(gpu) not in here]
+    lost = [gpu for gpu in named.gpus if _address(gpu) not in here]
     if lost:
         return f"describes GPUs at {_few(lost)}, and this node's are at {_few(sorted(gpus))}"
-    unknown = [name for name in one.adapters if adapters and name not in adapters]
+    unknown = [name for name in named.adapters if adapters and name not in adapters]
     if unknown:
         return f"describes the adapters {_few(unknown)}, and this node has {_few(sorted(adapters))}"
-    missing = [gpu for gpu in gpus if one.gpus and _address(gpu) not in {_address(told) for told in one.gpus}]
+    missing = [
+        gpu for gpu in gpus if named.gpus and _address(gpu) not in {_address(listed) for listed in named.gpus}
+    ]
     return f"does not describe this node's GPUs at {_few(missing)}" if missing else ""
 
 

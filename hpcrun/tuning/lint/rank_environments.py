@@ -34,14 +34,14 @@ class RankEnvironment:
 
     @property
     def label(self) -> str:
-        """How a message calls it."""
+        """The name for messages."""
         rank = next((self.values[key] for key in _RANK_NAMES if self.values.get(key)), None)
         return self.name if rank is None else f"{self.name} (rank {rank})"
 
 
 def parse_rank_environment(layer: EnvironmentLayer) -> RankEnvironment:
     """The dump that a file holds."""
-    values = {one.name: one.value for one in layer.settings if one.value is not None}
+    values = {setting.name: setting.value for setting in layer.settings if setting.value is not None}
     return RankEnvironment(
         layer.title,
         {name: "(hidden)" if name in SECRET_VARIABLES else value for name, value in values.items()},
@@ -59,18 +59,18 @@ def compare_rank_environments(dumps: Sequence[RankEnvironment]) -> tuple[Finding
 
 
 def _differences(name: str, dumps: Sequence[RankEnvironment]) -> Iterator[Finding]:
-    known = variable_registry().variables.get(name)
-    scope = known.ranks if known else "same"
+    variable = variable_registry().variables.get(name)
+    scope = variable.ranks if variable else "same"
     groups = _by_value(name, dumps)
     if scope == "rank" or len(groups) == 1:
         return
     if scope == "same":
-        is_read = known is not None and known.owner == "nccl"
+        is_read = variable is not None and variable.owner == "nccl"
         text = f"must be equal on all ranks and is not: {_describe_groups(groups)}"
         yield Finding("error" if is_read else "warning", "variable", name, text)
         return
     for node, members in groupby(
-        sorted(dumps, key=lambda one: one.node or ""), key=lambda one: one.node or ""
+        sorted(dumps, key=lambda dump: dump.node or ""), key=lambda dump: dump.node or ""
     ):
         on_node = _by_value(name, list(members))
         if node and len(on_node) > 1:
@@ -98,8 +98,8 @@ def _by_value(name: str, dumps: Sequence[RankEnvironment]) -> dict[str | None, l
 
 def _describe_groups(groups: Mapping[str | None, Sequence[RankEnvironment]]) -> str:
     def who(members: Sequence[RankEnvironment]) -> str:
-        more = f" and {len(members) - _MOST_RANKS} more" if len(members) > _MOST_RANKS else ""
-        return ", ".join(one.label for one in members[:_MOST_RANKS]) + more
+        rest = f" and {len(members) - _MOST_RANKS} more" if len(members) > _MOST_RANKS else ""
+        return ", ".join(dump.label for dump in members[:_MOST_RANKS]) + rest
 
     ordered = sorted(groups.items(), key=lambda item: (-len(item[1]), item[0] or ""))
     return "; ".join(
@@ -113,10 +113,10 @@ def _same_host(dumps: Sequence[RankEnvironment]) -> Iterator[Finding]:
         value = dump.values.get("NCCL_HOSTID")
         if value and dump.node:
             nodes.setdefault(value, set()).add(dump.node)
-    for value, found in nodes.items():
-        if len(found) > 1:
+    for value, hosts in nodes.items():
+        if len(hosts) > 1:
             text = (
-                f"{quote_value(value)} is the same on {', '.join(sorted(found))}: NCCL takes them for"
+                f"{quote_value(value)} is the same on {', '.join(sorted(hosts))}: NCCL takes them for"
                 " one node"
             )
             yield Finding("error", "variable", "NCCL_HOSTID", text)
@@ -124,14 +124,14 @@ def _same_host(dumps: Sequence[RankEnvironment]) -> Iterator[Finding]:
 
 def _adapters(groups: Mapping[str | None, Sequence[RankEnvironment]]) -> Iterator[Finding]:
     lists = [parse_device_list(value).entries if value else () for value in groups]
-    told = _describe_groups(groups)
-    if len({len(one) for one in lists}) > 1:
-        yield Finding("error", "variable", "NCCL_IB_HCA", f"names different numbers of adapters: {told}")
-    elif len({frozenset(one) for one in lists}) == 1:
-        text = f"has the same adapters in another order, so rails cross: {told}"
+    described = _describe_groups(groups)
+    if len({len(adapters) for adapters in lists}) > 1:
+        yield Finding("error", "variable", "NCCL_IB_HCA", f"names different numbers of adapters: {described}")
+    elif len({frozenset(adapters) for adapters in lists}) == 1:
+        text = f"has the same adapters in another order, so rails cross: {described}"
         yield Finding("warning", "variable", "NCCL_IB_HCA", text)
     else:
-        text = f"differs between nodes: {told}; see that the rails are the same"
+        text = f"differs between nodes: {described}; see that the rails are the same"
         yield Finding("note", "variable", "NCCL_IB_HCA", text)
 
 

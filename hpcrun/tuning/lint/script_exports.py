@@ -64,7 +64,7 @@ class _ScriptState:
             self.removed.pop(name, None)
             self.local.pop(name, None)
             self.settings.append(setting)
-        elif name not in self.removed and any(one.name == name for one in self.settings):
+        elif name not in self.removed and any(setting.name == name for setting in self.settings):
             self.settings.append(
                 VariableAssignment(name, value, "script", setting.where)
             )  # it stays exported
@@ -73,7 +73,7 @@ class _ScriptState:
 
     def value(self, name: str) -> str | None:
         """What a variable holds now, where that is known."""
-        held = [one for one in self.settings if one.name == name]
+        held = [setting for setting in self.settings if setting.name == name]
         last = self.local.get(name) or (held[-1] if held else None)
         return last.value if last else None
 
@@ -122,12 +122,12 @@ def _read_subshell(script: _ScriptState, text: str, line: int) -> None:
     inner = replace(script, local={}, exports_all=False, first_line=line, depth=script.depth + 1, commands=0)
     _read_commands(inner, text)
     script.commands += inner.commands
-    script.local |= {name: one for name, one in inner.local.items() if name not in script.local}
+    script.local |= {name: setting for name, setting in inner.local.items() if name not in script.local}
 
 
 def _find_unseen_lines(script: _ScriptState, text: str) -> Iterator[str]:
     """Lines that seem to set one of NCCL's variables in a way that was not understood."""
-    spans = [(one.line, one.last_line) for one in parse_shell_commands(text).found]
+    spans = [(command.line, command.last_line) for command in parse_shell_commands(text).found]
     for number, line in enumerate(text.split("\n"), start=1):
         if line.lstrip().startswith("#") or _PRINT_ONLY.fullmatch(line):
             continue
@@ -200,16 +200,16 @@ def _expanded(script: _ScriptState, words: Sequence[str]) -> list[str]:
     """The words with variables that the script itself has set, where such a one is a whole word."""
     if words and words[0] in _PRINTS:
         return list(words)
-    found: list[str] = []
+    expanded: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         match = _WHOLE_USE.fullmatch(word)
         value = script.value(match[1] or match[2]) if match else None
         if value is None:
-            found.append(word)
+            expanded.append(word)
             continue
         script.used.add(match[1] or match[2] if match else "")
-        found += [value] if re.fullmatch(r"-\w*c", before) else _words(value)
-    return found
+        expanded += [value] if re.fullmatch(r"-\w*c", before) else _words(value)
+    return expanded
 
 
 def _words(text: str) -> list[str]:

@@ -67,15 +67,15 @@ def traffic_class_of_priority(priority: int) -> TrafficClass:
 
 def nccl_traffic_class(environ: Mapping[str, str]) -> int:
     """What NCCL sends in, by its environment; a value that is none counts as unset."""
-    found = _parse_byte(environ.get("NCCL_IB_TC", ""))
-    return NCCL_DEFAULT_CLASS if found is None else found
+    tc = _parse_byte(environ.get("NCCL_IB_TC", ""))
+    return NCCL_DEFAULT_CLASS if tc is None else tc
 
 
 def ucx_traffic_class(environ: Mapping[str, str], forced: int | None = None) -> int:
     """What UCX sends in; `forced` is the class that the driver gives the port."""
-    found = _parse_byte(environ.get("UCX_IB_TRAFFIC_CLASS", ""))
-    if found is not None:
-        return found
+    tc = _parse_byte(environ.get("UCX_IB_TRAFFIC_CLASS", ""))
+    if tc is not None:
+        return tc
     return UCX_DEFAULT_CLASS if forced is None else forced
 
 

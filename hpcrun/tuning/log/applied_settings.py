@@ -48,105 +48,108 @@ class SettingUptake:
 def check_applied_settings(settings: CommSettings, log: str) -> tuple[SettingUptake, ...]:
     """What a job's log says about its settings; NCCL_DEBUG=INFO makes it say most."""
     lines = [(node_of_line(line), line) for line in log.splitlines()]
-    found = []
-    for one in settings.everywhere:
-        others = {_short(node) for node in settings.by_node if one.name in settings.of_node(node)}
-        found.append(_judge_setting(one, [line for node, line in lines if node not in others], None))
+    uptakes = []
+    for setting in settings.everywhere:
+        others = {_short(node) for node in settings.by_node if setting.name in settings.of_node(node)}
+        uptakes.append(_judge_setting(setting, [line for node, line in lines if node not in others], None))
     for node, of in settings.by_node.items():
-        found += [
-            _judge_setting(one, [line for who, line in lines if who == _short(node)], node) for one in of
+        uptakes += [
+            _judge_setting(setting, [line for who, line in lines if who == _short(node)], node)
+            for setting in of
         ]
-    return tuple(found)
+    return tuple(uptakes)
 
 
 def _short(node: str) -> str:
     return node.partition(".")[0]
 
 
-def _judge_setting(one: CommSetting, lines: Sequence[str], node: str | None) -> SettingUptake:
+def _judge_setting(setting: CommSetting, lines: Sequence[str], node: str | None) -> SettingUptake:
     verdict, line = (
-        _judge_ucx_setting(one, lines) if one.name.startswith("UCX_") else _judge_nccl_setting(one, lines)
+        _judge_ucx_setting(setting, lines)
+        if setting.name.startswith("UCX_")
+        else _judge_nccl_setting(setting, lines)
     )
-    return SettingUptake(one.name, one.value, verdict, line, node)
+    return SettingUptake(setting.name, setting.value, verdict, line, node)
 
 
-def _judge_nccl_setting(one: CommSetting, lines: Sequence[str]) -> tuple[UptakeVerdict, str]:
-    if not one.name.startswith("NCCL_"):
+def _judge_nccl_setting(setting: CommSetting, lines: Sequence[str]) -> tuple[UptakeVerdict, str]:
+    if not setting.name.startswith("NCCL_"):
         return "unknown", "no log tells of it"
     version = _version(lines)
-    against = next((line.strip() for line in lines if _contradicts(one, line, version)), "")
+    against = next((line.strip() for line in lines if _contradicts(setting, line, version)), "")
     if against:
         return "ignored", against
-    said = [(parse_variable_line(line), line.strip()) for line in lines]
-    proof = next((line for variable, line in said if variable and variable[0] == one.name), "")
-    proof = proof or next((line.strip() for line in lines if _shows(one, line)), "")
+    variables = [(parse_variable_line(line), line.strip()) for line in lines]
+    proof = next((line for variable, line in variables if variable and variable[0] == setting.name), "")
+    proof = proof or next((line.strip() for line in lines if _shows(setting, line)), "")
     if proof:
         return "applied", proof
-    speaks = next((line for variable, line in reversed(said) if variable), "")
+    speaks = next((line for variable, line in reversed(variables) if variable), "")
     if speaks:
         return "unknown", f"the log tells of other variables and not of this one: {speaks}"
     return "unknown", "the log does not tell; run with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,ENV,NET"
 
 
 def _version(lines: Sequence[str]) -> Version | None:
-    told = next((found[1] for line in lines if (found := parse_version_line(line))), None)
-    return parse_version(told, "the log") if told else None
+    release = next((match[1] for line in lines if (match := parse_version_line(line))), None)
+    return parse_version(release, "the log") if release else None
 
 
-def _contradicts(one: CommSetting, line: str, version: Version | None) -> bool:
+def _contradicts(setting: CommSetting, line: str, version: Version | None) -> bool:
     """Whether a line shows that it is not read, or something else in use than what was asked for."""
-    told, needs = parse_version_line(line), required_nccl_release(one)
-    if told and needs and parse_version(told[1], "the log") < needs:
+    printed, needs = parse_version_line(line), required_nccl_release(setting)
+    if printed and needs and parse_version(printed[1], "the log") < needs:
         return True
     variable = parse_variable_line(line)
-    if parse_refused_variable(line) == one.name or (
-        variable and variable[0] == one.name and not is_same_value(variable[1], one.value)
+    if parse_refused_variable(line) == setting.name or (
+        variable and variable[0] == setting.name and not is_same_value(variable[1], setting.value)
     ):
         return True
-    wanted = parse_device_list(one.value)
-    if one.name == "NCCL_SOCKET_IFNAME":
+    devices = parse_device_list(setting.value)
+    if setting.name == "NCCL_SOCKET_IFNAME":
         used = parse_interface_line(line)
-        return used is not None and not wanted.takes(used)
-    if one.name == "NCCL_IB_HCA":
-        return reports_no_adapter(line) or any(not wanted.takes(*nic) for nic in _adapters(line))
-    return one.name in ("NCCL_ALGO", "NCCL_PROTO") and _was_not_chosen(one, line, version)
+        return used is not None and not devices.takes(used)
+    if setting.name == "NCCL_IB_HCA":
+        return reports_no_adapter(line) or any(not devices.takes(*nic) for nic in _adapters(line))
+    return setting.name in ("NCCL_ALGO", "NCCL_PROTO") and _was_not_chosen(setting, line, version)
 
 
 def _adapters(line: str) -> list[tuple[str, int]]:
     """Those in use, with their ports."""
     words = [nic.partition(":") for nic in parse_nics_line(line)] if "NET/IB" in line else []
-    return [(name, int(found[0])) for name, _, rest in words if (found := re.match(r"\d{1,3}", rest))]
+    return [(name, int(match[0])) for name, _, rest in words if (match := re.match(r"\d{1,3}", rest))]
 
 
-def _was_not_chosen(one: CommSetting, line: str, version: Version | None) -> bool:
+def _was_not_chosen(setting: CommSetting, line: str, version: Version | None) -> bool:
     """Whether a call went by an algorithm, or a protocol, that the value leaves out."""
     choice = parse_choice_line(line)
     if choice is None:
         return False
-    allowed = parse_nccl_selection(one.name, one.value, version).chosen
+    allowed = parse_nccl_selection(setting.name, setting.value, version).chosen
     if choice.collective.lower() not in allowed:
         return False
-    taken = choice.algo if one.name == "NCCL_ALGO" else choice.proto
+    taken = choice.algo if setting.name == "NCCL_ALGO" else choice.proto
     return taken.lower() not in allowed[choice.collective.lower()]
 
 
-def _shows(one: CommSetting, line: str) -> bool:
+def _shows(setting: CommSetting, line: str) -> bool:
     """Whether a line shows the interface or the devices in use, all of those that were asked for."""
-    wanted = parse_device_list(one.value)
-    if not wanted.entries or wanted.excludes:
+    devices = parse_device_list(setting.value)
+    if not devices.entries or devices.excludes:
         return False
-    if one.name == "NCCL_SOCKET_IFNAME":
+    if setting.name == "NCCL_SOCKET_IFNAME":
         used = parse_interface_line(line)
-        return used is not None and wanted.takes(used)
+        return used is not None and devices.takes(used)
     used_names = {name for name, _ in _adapters(line)}
-    return one.name == "NCCL_IB_HCA" and used_names == set(wanted.names)
+    return setting.name == "NCCL_IB_HCA" and used_names == set(devices.names)
 
 
-def _judge_ucx_setting(one: CommSetting, lines: Sequence[str]) -> tuple[UptakeVerdict, str]:
+def _judge_ucx_setting(setting: CommSetting, lines: Sequence[str]) -> tuple[UptakeVerdict, str]:
     for line in lines:
         unused, given = _UCX_UNUSED.search(line), _UCX_SET.search(line)
-        if unused and re.search(rf"\b{one.name}\b", unused[1]):
+        if unused and re.search(rf"\b{setting.name}\b", unused[1]):
             return "ignored", line.strip()
-        if given and f"{one.name}={one.value}" in given[1].split():
+        if given and f"{setting.name}={setting.value}" in given[1].split():
             return "applied", line.strip()
     return "unknown", "the log does not tell; run with UCX_LOG_LEVEL=info"

@@ -48,15 +48,17 @@ def compare_algorithms(before: NcclLog, now: NcclLog) -> tuple[AlgorithmChange, 
 
 
 def _algorithms_by_call(log: NcclLog) -> dict[tuple[str, int], tuple[str, ...]]:
-    found: dict[tuple[str, int], set[str]] = {}
-    for one in log.chosen:
-        found.setdefault((one.collective, one.size_bytes), set()).add(f"{one.algo}/{one.proto}")
-    return {key: tuple(sorted(ways)) for key, ways in found.items()}
+    ways_of_call: dict[tuple[str, int], set[str]] = {}
+    for choice in log.chosen:
+        ways_of_call.setdefault((choice.collective, choice.size_bytes), set()).add(
+            f"{choice.algo}/{choice.proto}"
+        )
+    return {key: tuple(sorted(ways)) for key, ways in ways_of_call.items()}
 
 
 def _fastest(log: NcclLog, call: str, size: int) -> str | None:
-    known: Sequence[NcclCollective] = get_args(NcclCollective)
-    collective = next((one for one in known if one == call.lower()), None)
+    collectives: Sequence[NcclCollective] = get_args(NcclCollective)
+    collective = next((name for name in collectives if name == call.lower()), None)
     table = log.expectations(collective) if collective else {}
     if collective is None or not table or not size:
         return None

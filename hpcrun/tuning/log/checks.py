@@ -1,4 +1,4 @@
-"""What an NCCL log shows beside its warnings: a wish not granted, one proxy for all, lone queue pairs."""
+"""What an NCCL log shows besides warnings: ignored settings, one proxy for all ranks, single queue pairs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _MOST = 0.75
 
 
 def check_nccl_log(log: NcclLog) -> tuple[Finding, ...]:
-    """All of it, worst first; nothing where nothing is told."""
+    """Check everything, worst findings first."""
     return sort_findings([*_few_channels(log), *_one_proxy(log), *_lone_queue_pairs(log)])
 
 
 def _few_channels(log: NcclLog) -> Iterator[Finding]:
     """A least number of channels above what the library can do: some fall to 2 then."""
     for name in ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS"):
-        wanted = parse_c_integer(log.env.get(name, ""))
-        if wanted and log.channels and log.channels < wanted:
+        minimum = parse_c_integer(log.env.get(name, ""))
+        if minimum and log.channels and log.channels < minimum:
             used = f"{log.channels} channels are used: {log.library or 'the library'} has its ceiling"
-            text = f"is {wanted}, and {used}"
+            text = f"is {minimum}, and {used}"
             remedy = "leave it out, or ask for 32 at most; measure what that gains"
             yield Finding("warning", "channels", name, text, remedy)
 

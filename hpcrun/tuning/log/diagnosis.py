@@ -77,12 +77,12 @@ class LogDiagnoses:
 
     def as_json(self) -> list[dict[str, object]]:
         """Plain values."""
-        return [one.as_json() for one in self.found]
+        return [diagnosis.as_json() for diagnosis in self.found]
 
 
 @dataclass(frozen=True)
 class LogPattern:
-    """How lines of a meaning look."""
+    """The pattern of the lines that have a meaning."""
 
     meaning: LogMeaning
     expression: re.Pattern[str] | None
@@ -122,10 +122,10 @@ def _pattern(row: dict[str, Any]) -> LogPattern:
 
 
 def _completion(statuses: list[str]) -> str:
-    """How a failed work request is told: status=4, error 4, IBV_WC_LOC_PROT_ERR(4); the first one counts."""
-    numbers, names = zip(*(one.split() for one in statuses), strict=True)
-    told = r"(?:status|error)[ =:]*(?:IBV_WC_\w+ ?\(?)?"
-    number = rf"^(?:(?!\b{told}\d).)*\b{told}(?:{'|'.join(numbers)})\b(?![.:]\d)"
+    """The pattern of a failed work request: status=4, error 4, IBV_WC_LOC_PROT_ERR(4); the first counts."""
+    numbers, names = zip(*(status.split() for status in statuses), strict=True)
+    introduction = r"(?:status|error)[ =:]*(?:IBV_WC_\w+ ?\(?)?"
+    number = rf"^(?:(?!\b{introduction}\d).)*\b{introduction}(?:{'|'.join(numbers)})\b(?![.:]\d)"
     about = "(?=.*(?:completion|CQE|vendor|syndrom|wr_id))"
     return rf"(?i){about}(?:{number}|.*IBV_WC_(?:{'|'.join(names)})\b)"
 
@@ -137,14 +137,14 @@ def log_patterns() -> tuple[LogPattern, ...]:
 
 def find_log_meaning(name: str) -> LogMeaning:
     """One entry by its id."""
-    return next(one.meaning for one in log_patterns() if one.meaning.id == name)
+    return next(pattern.meaning for pattern in log_patterns() if pattern.meaning.id == name)
 
 
 def diagnose_nccl_log(log: NcclLog) -> LogDiagnoses:
     """What the lines tell; a warning that is not in the tables is said to be unknown, with its place."""
     decided = meanings_in_context(log)
     alike: dict[tuple[str, str, str], LogDiagnosis | None] = {}
-    found: dict[tuple[str, str], LogDiagnosis] = {}
+    diagnoses: dict[tuple[str, str], LogDiagnosis] = {}
     understood = unknown = 0
     for line in log.lines:
         cause = normalize_cause(line.text)
@@ -152,28 +152,33 @@ def diagnose_nccl_log(log: NcclLog) -> LogDiagnoses:
         kind = line.kind, line.place, cause
         if kind not in alike:
             alike[kind] = _diagnose_line(line)
-        one = alike[kind]
+        diagnosis = alike[kind]
         if name := decided.get(line.number):
-            one = LogDiagnosis(find_log_meaning(name), line.text, line.number, 0, line.place)
-        if one is None:
+            diagnosis = LogDiagnosis(find_log_meaning(name), line.text, line.number, 0, line.place)
+        if diagnosis is None:
             continue
         if line.kind in _WARNINGS:
-            understood += one.meaning.level != "unknown"
-            unknown += one.meaning.level == "unknown"
-        key = one.meaning.id, "" if line.kind == "TORCH" or one.meaning.level == "harmless" else cause
-        before = found.get(key, one)
-        found[key] = replace(before, times=before.times + 1)
+            understood += diagnosis.meaning.level != "unknown"
+            unknown += diagnosis.meaning.level == "unknown"
+        key = (
+            diagnosis.meaning.id,
+            "" if line.kind == "TORCH" or diagnosis.meaning.level == "harmless" else cause,
+        )
+        before = diagnoses.get(key, diagnosis)
+        diagnoses[key] = replace(before, times=before.times + 1)
     order = ("error", "unknown", "slow", "follows", "harmless")
-    ranked = sorted(found.values(), key=lambda one: (order.index(one.meaning.level), one.line))
+    ranked = sorted(
+        diagnoses.values(), key=lambda diagnosis: (order.index(diagnosis.meaning.level), diagnosis.line)
+    )
     return LogDiagnoses(tuple(ranked), understood, unknown)
 
 
 def explain_log_line(text: str, place: str = "", kind: str = "WARN") -> LogMeaning | None:
     """The entry that one line has by itself; None where it has none of its own."""
     subject = f"{place}: {text}"
-    for one in log_patterns():
-        if one.expression and (one.info or kind in _READ) and one.expression.search(subject):
-            return one.meaning
+    for pattern in log_patterns():
+        if pattern.expression and (pattern.info or kind in _READ) and pattern.expression.search(subject):
+            return pattern.meaning
     return None
 
 
@@ -185,30 +190,32 @@ def normalize_cause(text: str) -> str:
 
 
 def _diagnose_line(line: NcclLogLine) -> LogDiagnosis | None:
-    """One line by itself."""
-    known = find_nccl_message(line.text, line.place) if line.kind in _WARNINGS else None
+    """Diagnose one line by itself."""
+    message = find_nccl_message(line.text, line.place) if line.kind in _WARNINGS else None
     meaning = explain_log_line(line.text, line.place, line.kind)
     if meaning is None and line.kind in _WARNINGS:
         meaning = (
-            find_log_meaning(known.meaning) if known and known.meaning else _meaning_by_place(line, known)
+            find_log_meaning(message.meaning)
+            if message and message.meaning
+            else _meaning_by_place(line, message)
         )
     if meaning is None:
         return None
-    subsystem = subsystem_of_source(line.place) or (known.subsystem if known else None)
+    subsystem = subsystem_of_source(line.place) or (message.subsystem if message else None)
     return LogDiagnosis(
-        meaning, line.text, line.number, 0, line.place, subsystem, known.whose if known else None
+        meaning, line.text, line.number, 0, line.place, subsystem, message.whose if message else None
     )
 
 
-def _meaning_by_place(line: NcclLogLine, known: NcclMessage | None) -> LogMeaning:
+def _meaning_by_place(line: NcclLogLine, message: NcclMessage | None) -> LogMeaning:
     """What can be said of a warning without an entry of its own: where it comes from, and where to look."""
-    subsystem = known.subsystem if known else subsystem_of_source(line.place)
+    subsystem = message.subsystem if message else subsystem_of_source(line.place)
     if subsystem is None:
         return UNKNOWN_MEANING
     words = _tables().subsystems[subsystem]
-    if known is None:
+    if message is None:
         text = f"this warning is not in the table; {line.place} is about {words['what']}"
         return replace(UNKNOWN_MEANING, meaning=text, remedy=f"look at {words['look']}", confidence="low")
-    text = f"{words['what']}: {_tables().whose[known.whose]} is at fault"
+    text = f"{words['what']}: {_tables().whose[message.whose]} is at fault"
     remedy = f"look at {words['look']}"
-    return LogMeaning("placed", _OF_ROLE[known.role], text, remedy, "low", ", ".join(known.files))
+    return LogMeaning("placed", _OF_ROLE[message.role], text, remedy, "low", ", ".join(message.files))

@@ -68,7 +68,7 @@ def split_log_prefix(raw: str) -> tuple[str, str]:
 
 
 def strip_log_prefix(raw: str) -> str:
-    """The message of a line of a log, whoever has passed it on."""
+    """The message of a line of a log, without the prefixes of launchers."""
     return split_log_prefix(raw)[1]
 
 

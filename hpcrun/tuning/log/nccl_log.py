@@ -125,7 +125,7 @@ class NcclLog:
     """Models, as nccl-tests names them."""
     lines: list[NcclLogLine] = field(default_factory=list)
     read: int = 0
-    """Lines of the text, whoever printed them."""
+    """All lines of the text."""
     errors: list[NcclLogLine] = field(default_factory=list)
     """Lines of others that speak of an error; nothing here understands them."""
 
@@ -161,7 +161,7 @@ class NcclLog:
                 {"collective": call, "algo": algo, "proto": proto, **vars(expected)}
                 for (call, algo, proto), expected in self.table.items()
             ],
-            "chosen": [{**one._asdict(), "calls": calls} for one, calls in self.chosen.items()],
+            "chosen": [{**choice._asdict(), "calls": calls} for choice, calls in self.chosen.items()],
             "lines": {"read": self.read, "of_nccl": len(self.lines), "errors_elsewhere": len(self.errors)},
         }
 
@@ -171,14 +171,14 @@ def parse_nccl_log(text: str) -> NcclLog:
     log = NcclLog()
     table = _CostTable()
     torch = TorchErrorReader()
-    asked: re.Match[str] | None = None
+    request: re.Match[str] | None = None
     best: Counter[AlgorithmChoice] = Counter()
     for log.read, raw in enumerate(text.splitlines(), 1):
         prefix, bare = split_log_prefix(raw)
         if log.version is None and (version := parse_version_line(bare)):
             log.library, log.version = version
-        found = _LINE.search(bare)
-        if found is None:
+        nccl_line = _LINE.search(bare)
+        if nccl_line is None:
             if device := _DEVICE.match(bare):
                 log.gpus.add(device["gpu"])
             if torch.read(prefix, bare, log.read):
@@ -190,13 +190,17 @@ def parse_nccl_log(text: str) -> NcclLog:
             continue
         torch.interrupt(prefix)
         line = NcclLogLine(
-            found[1], found[2].strip(), log.read, _source_file(bare[: found.start()]), node_of_line(bare)
+            nccl_line[1],
+            nccl_line[2].strip(),
+            log.read,
+            _source_file(bare[: nccl_line.start()]),
+            node_of_line(bare),
         )
         log.lines.append(line)
         if match := _INPUT.search(line.text):
-            asked = match
-        elif (match := _BEST.search(line.text)) and asked is not None:
-            best[_parse_best(asked, match)] += 1
+            request = match
+        elif (match := _BEST.search(line.text)) and request is not None:
+            best[_parse_best(request, match)] += 1
         elif choice := parse_choice_line(line.text):
             log.chosen[choice] += 1
         elif "|" in line.text:
@@ -205,7 +209,9 @@ def parse_nccl_log(text: str) -> NcclLog:
             _read(line.text, log)
     if not log.chosen:
         log.chosen = best
-    log.lines += [NcclLogLine("TORCH" if one.own else "WARN", one.text, one.number) for one in torch.found]
+    log.lines += [
+        NcclLogLine("TORCH" if error.own else "WARN", error.text, error.number) for error in torch.found
+    ]
     log.lines.sort(key=lambda line: line.number)
     _count_nodes(log)
     return log
@@ -224,8 +230,8 @@ def _count_nodes(log: NcclLog) -> None:
     if log.per_node:
         log.nodes = log.ranks // log.per_node
         return
-    told = [(match["rank"], line.node) for line in log.lines if (match := _COMM.search(line.text))]
-    if len({rank for rank, _ in told}) == log.ranks and len({node for _, node in told} - {""}) == 1:
+    writers = [(match["rank"], line.node) for line in log.lines if (match := _COMM.search(line.text))]
+    if len({rank for rank, _ in writers}) == log.ranks and len({node for _, node in writers} - {""}) == 1:
         log.nodes, log.per_node = 1, log.ranks
 
 
@@ -238,8 +244,8 @@ def parse_version_line(line: str) -> tuple[str, str] | None:
 def node_of_line(line: str) -> str:
     """The node that a line of NCCL's is from, without its domain; empty where it does not say."""
     # A time of day looks like a process and a thread, and stands before them.
-    found = _WHO.findall(line.partition(" NCCL ")[0] + " ")
-    return str(found[-1]).partition(".")[0] if found else ""
+    nodes = _WHO.findall(line.partition(" NCCL ")[0] + " ")
+    return str(nodes[-1]).partition(".")[0] if nodes else ""
 
 
 def parse_variable_line(line: str) -> tuple[str, str] | None:
@@ -264,7 +270,7 @@ def parse_nics_line(line: str) -> tuple[str, ...]:
     """What a line of the network in use names, as mlx5_0:1/RoCE or eth0:10.0.0.7<0>."""
     if not re.search(r"NET/(?:IB|Socket) : Using", line):
         return ()
-    return tuple(one["nic"] for one in _NICS.finditer(line.partition("; OOB")[0]))
+    return tuple(match["nic"] for match in _NICS.finditer(line.partition("; OOB")[0]))
 
 
 def reports_no_adapter(line: str) -> bool:
@@ -362,10 +368,10 @@ def _parse_chosen(match: re.Match[str]) -> AlgorithmChoice:
     )
 
 
-def _parse_best(asked: re.Match[str], match: re.Match[str]) -> AlgorithmChoice:
+def _parse_best(request: re.Match[str], match: re.Match[str]) -> AlgorithmChoice:
     return AlgorithmChoice(
-        asked["call"],
-        int(asked["bytes"]),
+        request["call"],
+        int(request["bytes"]),
         _name_of_number(match["algo"], ALGOS),
         _name_of_number(match["proto"], PROTOS),
         int(match["channels"]),

@@ -69,19 +69,22 @@ def find_nccl_message(text: str, place: str) -> NcclMessage | None:
     """The message that a line is: the longest words that fit, of the line's own file where it can be."""
     here = subsystem_of_source(place) if place else None
     fitting = [
-        one
-        for one in load_nccl_messages()
-        if one.fragment
-        and one.fragment in text
-        and (place in one.files or len(one.fragment) >= (_SHORT if here in (None, one.subsystem) else _SURE))
+        message
+        for message in load_nccl_messages()
+        if message.fragment
+        and message.fragment in text
+        and (
+            place in message.files
+            or len(message.fragment) >= (_SHORT if here in (None, message.subsystem) else _SURE)
+        )
     ]
-    return max(fitting, key=lambda one: (place in one.files, len(one.fragment)), default=None)
+    return max(fitting, key=lambda message: (place in message.files, len(message.fragment)), default=None)
 
 
 def clear_message_cache() -> None:
     """Read the table anew at the next question."""
-    for one in (load_nccl_messages, subsystem_of_source, _places):
-        one.cache_clear()
+    for cached in (load_nccl_messages, subsystem_of_source, _places):
+        cached.cache_clear()
 
 
 @cache
@@ -90,25 +93,25 @@ def subsystem_of_source(place: str) -> NcclSubsystem | None:
     if not place:
         return None
     parts = place.split("/")
-    known = _places()
+    subsystems = _places()
     for start in range(len(parts)):
-        if found := known.get("/".join(parts[start:])):
-            return found
-    folders = {name.rpartition("/")[0]: what for name, what in known.items() if "/" in name}
+        if subsystem := subsystems.get("/".join(parts[start:])):
+            return subsystem
+    folders = {name.rpartition("/")[0]: what for name, what in subsystems.items() if "/" in name}
     for end in range(len(parts) - 1, 0, -1):
         for start in range(end):
-            if found := folders.get("/".join(parts[start:end])):
-                return found
+            if subsystem := folders.get("/".join(parts[start:end])):
+                return subsystem
     return None
 
 
 @cache
 def _places() -> dict[str, NcclSubsystem]:
     counts: dict[str, list[NcclSubsystem]] = {}
-    for one in load_nccl_messages():
-        for name in one.files:
-            counts.setdefault(name, []).append(one.subsystem)
-    return {name: max(sorted({*found}), key=found.count) for name, found in counts.items()}
+    for message in load_nccl_messages():
+        for name in message.files:
+            counts.setdefault(name, []).append(message.subsystem)
+    return {name: max(sorted({*votes}), key=votes.count) for name, votes in counts.items()}
 
 
 def _parse_message(cells: list[str]) -> NcclMessage:

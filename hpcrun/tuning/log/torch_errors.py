@@ -8,7 +8,7 @@ from typing import NamedTuple
 _LAST = re.compile(r"Last error:\s*(?P<text>.*)$")
 _END = re.compile(r"\s*(?:$|Exception raised from|Traceback|frame #|File \"|\^)")
 _GOES_ON = re.compile(r"\s*(?:This|If|Please|Set|Try|Check) [a-z]")
-"""How the second line of one of NCCL's texts begins."""
+"""Beginnings of the second line of NCCL's texts."""
 _OWN = re.compile(
     r"DistBackendError|NCCL [Ee]rror(?: in| \d+)?:"
     r"|(?:^|\s)nccl(?:System|Internal|Remote|UnhandledCuda|InvalidUsage|InvalidArgument)\w*: "
@@ -30,20 +30,20 @@ class TorchErrorText(NamedTuple):
 
 
 class TorchErrorReader:
-    """Line by line; several ranks may write at once, each behind its own prefix."""
+    """Reads line by line; several ranks may write at once, each behind its own prefix."""
 
     def __init__(self) -> None:
         self.found: list[TorchErrorText] = []
         self._open: dict[str, tuple[int | None, str]] = {}
 
     def read(self, prefix: str, text: str, number: int) -> bool:
-        """A line that is not printed by NCCL; whether it tells of NCCL all the same."""
+        """Read a line that NCCL did not print; return whether it reports an error of NCCL's all the same."""
         rank = _rank(prefix)
         if rank not in self._open:
             # A word that may be a prefix is one if it stood before the line above.
-            for known, (_, before) in self._open.items():
+            for other, (_, before) in self._open.items():
                 if before and (prefix + text).startswith(before):
-                    rank, text = known, (prefix + text)[len(before) :]
+                    rank, text = other, (prefix + text)[len(before) :]
                     break
         if match := _LAST.search(text):
             self._open[rank] = None, prefix
@@ -66,7 +66,7 @@ class TorchErrorReader:
         return False
 
     def interrupt(self, prefix: str) -> None:
-        """NCCL itself speaks: what was open is at its end."""
+        """End the text that is open: NCCL itself prints a line."""
         self._open.pop(_rank(prefix), None)
 
 

@@ -55,15 +55,15 @@ def _plugins(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
 def _names_another(text: str, kind: str) -> bool:
     """Whether a library is looked for that NCCL does not look for by itself."""
     own = {f"lib{library}-{kind.lower()}.so" for library in ("nccl", "rccl")}
-    found = re.findall(r"[\w./+-]*\blib[\w.+-]+\.so[\w.]*", text)
+    libraries = re.findall(r"[\w./+-]*\blib[\w.+-]+\.so[\w.]*", text)
     if kind != "NET":
         # What is searched for a tuner as well is the network's plugin.
-        found = [name for name in found if not name.startswith(("libnccl-net", "librccl-net"))]
-    return any(name.rstrip(".") not in own for name in found)
+        libraries = [name for name in libraries if not name.startswith(("libnccl-net", "librccl-net"))]
+    return any(name.rstrip(".") not in own for name in libraries)
 
 
 def _adapters(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
-    """Nobody misses an adapter on one node, or beside a plugin's network."""
+    """An adapter is not missing on one node, nor where a plugin has the network."""
     other = log.network is not None and log.network not in ("Socket", "IB")
     if log.nodes != 1 and not other:
         return
@@ -95,13 +95,13 @@ def _loopback(log: NcclLog) -> Iterator[tuple[NcclLogLine, str]]:
     nodes = {line.node for line in log.lines} - {""}
     if (log.nodes or 0) < 2 and (log.nodes == 1 or len(nodes) < 2):
         return
-    told: set[str] = set()
+    reported: set[str] = set()
     for line in log.lines:
-        found = parse_interface_line(line.text) or ""
-        meaning = "loopback" if found == "lo" or _LOOPBACK.search(line.text) else ""
-        meaning = meaning or ("bridge" if _BRIDGE.match(found) else "")
-        if meaning and line.kind == "INFO" and line.node not in told:
-            told.add(line.node)
+        interface = parse_interface_line(line.text) or ""
+        meaning = "loopback" if interface == "lo" or _LOOPBACK.search(line.text) else ""
+        meaning = meaning or ("bridge" if _BRIDGE.match(interface) else "")
+        if meaning and line.kind == "INFO" and line.node not in reported:
+            reported.add(line.node)
             yield line, meaning
-    if not told:
+    if not reported:
         yield from [(line, "loopback") for line in log.lines if "onnect to 127." in line.text][:1]

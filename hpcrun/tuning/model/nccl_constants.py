@@ -69,7 +69,7 @@ LL_MOST: Mapping[Arch, _Three] = {
     "Hopper": (141.0, 45.0, 35.0),
     "Blackwell": (282.0, 90.0, 70.0),
 }
-"""Of one node by its GPUs; of more nodes by their CPUs: Ampere's row for AMD or mixed ones, else Volta's."""
+"""One node: by its GPUs; more nodes: by their CPUs, Ampere's row for AMD or mixed ones, else Volta's."""
 RING_LL128_A_CHANNEL: Mapping[Arch, _Three] = {
     "Volta": (20.0, 20.0, 20.0),
     "Ampere": (20.0, 20.0, 20.0),
@@ -102,7 +102,7 @@ TREE_LL, TREE_LL128_ONE_NODE, TREE_LL128 = 1 / 3.8, 7 / 9, 120 / 128
 UNBALANCED_TREE, PAT, COLLNET_DIRECT_HOPPER, COLLNET_NET = 0.85, 0.75, 0.85, 0.9
 
 NET_OVERHEAD_US, NET_OVERHEAD_AMD_US, NET_OVERHEAD_SIMPLE = 1.0, 2.0, 3
-"""Of a step of a ring between nodes; times the last one for Simple."""
+"""Overhead of a step of a ring between nodes; times the last one for Simple."""
 PLATEAU, PLATEAU_BELOW_SM80, PLATEAU_FROM_BYTES = 1.4, 1.9, 64
 """Latency of Ring/Simple allreduce between nodes, from so many bytes a rank and channel on."""
 ARITY_US = 0.4

@@ -34,7 +34,7 @@ class NcclGraph:
     type_intra: str = "NVL"
     type_inter: str = "PXN"
     balanced: bool = True
-    """Of a tree: the balanced pattern (1), not the plain one (3)."""
+    """Whether a tree has the balanced pattern (1), not the plain one (3)."""
     same_channels: bool = True
 
 
@@ -45,7 +45,7 @@ class NcclMachine:
     nodes: int
     per_node: int
     capability: int
-    """Of the GPUs, 90 for sm90; the lowest where they differ."""
+    """Compute capability of the GPUs, 90 for sm90; the lowest where they differ."""
     graphs: Mapping[str, NcclGraph] = field(default_factory=dict)
     """By ring, tree, nvls, collnet; what is not there is not eligible."""
     cpu: CpuVendor = "intel"
@@ -58,7 +58,7 @@ class NcclMachine:
 
     @property
     def ranks(self) -> int:
-        """Of all nodes."""
+        """The ranks of all nodes."""
         return self.nodes * self.per_node
 
     @property
@@ -71,7 +71,7 @@ class NcclMachine:
 
     @property
     def column(self) -> int:
-        """Of the tables: one node, two, more."""
+        """The column of the tables: one node, two, more."""
         return min(self.nodes, 3) - 1
 
 
@@ -86,10 +86,10 @@ class ExpectedPerformance:
 def predict_nccl_performance(
     machine: NcclMachine, collective: NcclCollective
 ) -> dict[tuple[Algo, Proto], ExpectedPerformance]:
-    """Of all that is eligible. A machine of one rank has none."""
-    found: dict[tuple[Algo, Proto], ExpectedPerformance] = {}
+    """Latency and bandwidth of all eligible algorithms and protocols; a machine of one rank has none."""
+    performance: dict[tuple[Algo, Proto], ExpectedPerformance] = {}
     if machine.ranks < 2:
-        return found
+        return performance
     for algo, graph in _eligible(machine, collective).items():
         for proto in PROTOS:
             if not _has_protocol(machine, algo, proto, graph):
@@ -97,8 +97,8 @@ def predict_nccl_performance(
             bandwidth = _bandwidth(machine, collective, algo, proto, graph)
             if bandwidth > 0:
                 latency = _latency(machine, collective, algo, proto, graph)
-                found[algo, proto] = ExpectedPerformance(latency, bandwidth)
-    return found
+                performance[algo, proto] = ExpectedPerformance(latency, bandwidth)
+    return performance
 
 
 def model_version_notes(version: tuple[int, int]) -> list[str]:
@@ -134,24 +134,24 @@ def expected_time_us(
 def _eligible(machine: NcclMachine, collective: NcclCollective) -> dict[Algo, NcclGraph]:
     """What NCCL considers for this collective, with the graph that it goes by."""
     several, graphs = machine.nodes > 1, machine.graphs
-    wanted: dict[Algo, str] = {"Ring": "ring"}
+    graph_names: dict[Algo, str] = {"Ring": "ring"}
     nvls_works = constants.NVLS_EFFICIENCY[machine.arch] > 0
     if collective == "allreduce":
-        wanted["Tree"] = "tree"
+        graph_names["Tree"] = "tree"
         if nvls_works and (not several or machine.collnet):
-            wanted["NVLS"] = "nvls"
+            graph_names["NVLS"] = "nvls"
         if nvls_works and several:
-            wanted["NVLSTree"] = "nvls"
+            graph_names["NVLSTree"] = "nvls"
         if machine.collnet:
-            wanted |= {"CollNetDirect": "collnet", "CollNetChain": "collnet"}
+            graph_names |= {"CollNetDirect": "collnet", "CollNetChain": "collnet"}
     elif collective in ("allgather", "reducescatter"):
         if machine.per_node == 1:
-            wanted["PAT"] = "tree"
+            graph_names["PAT"] = "tree"
         if nvls_works and (not several or machine.collnet):
-            wanted["NVLS"] = "nvls"
+            graph_names["NVLS"] = "nvls"
         if machine.collnet:
-            wanted["CollNetDirect"] = "collnet"
-    return {algo: graphs[name] for algo, name in wanted.items() if name in graphs}
+            graph_names["CollNetDirect"] = "collnet"
+    return {algo: graphs[name] for algo, name in graph_names.items() if name in graphs}
 
 
 def _has_protocol(machine: NcclMachine, algo: Algo, proto: Proto, graph: NcclGraph) -> bool:
@@ -189,7 +189,7 @@ def _bandwidth(
 
 
 def ring_steps(machine: NcclMachine, collective: NcclCollective) -> int:
-    """Of a ring."""
+    """The number of steps of a ring."""
     ranks = machine.ranks
     if collective == "allreduce":
         return 2 * (ranks - 1)

@@ -61,7 +61,7 @@ class IntraNodeSpec(SpecSection):
 
 
 class ModelErrorSpec(SpecSection):
-    """How far the model may be off, and who says so."""
+    """The error of the model, with its source."""
 
     library: CollectiveLibrary
     share: float = Field(gt=0, description="of the time")
@@ -121,7 +121,7 @@ class PlatformSpec(SpecSection):
         return self._fabric(nodes, self.levels)
 
     def small_fabric(self, nodes: int) -> Fabric | None:
-        """The same as small messages find it; None where that is no different."""
+        """The fabric for small messages; None where it is the same."""
         return self._fabric(nodes, self.small_messages.levels) if self.small_messages else None
 
     def _fabric(self, nodes: int, specs: Sequence[NetworkLevelSpec]) -> Fabric | None:
@@ -142,7 +142,7 @@ class PlatformSpec(SpecSection):
 
     @property
     def within(self) -> IntraNodeLink | None:
-        """Of a rank's way inside its node."""
+        """The link of a rank inside its node; None: unknown."""
         if self.inside is None:
             return None
         return IntraNodeLink(self.inside.bandwidth_GBps * _GB, self.inside.latency_us / 1e6)
@@ -159,7 +159,7 @@ def _shipped_table() -> _PlatformTable:
 
 
 def platform_names() -> tuple[str, ...]:
-    """Of the shipped table."""
+    """The names in the shipped table."""
     return tuple(_shipped_table().platforms)
 
 
@@ -178,10 +178,10 @@ def find_platform(name: str) -> PlatformSpec:
 def find_model_error(
     platform: PlatformSpec | None, library: CollectiveLibrary, nodes: int, size_bytes: float
 ) -> ModelErrorSpec | None:
-    """How far the model may be off here; None: nobody has compared it with measured times."""
+    """The error of the model here; None: it has not been compared with measured times."""
     capability = platform.capability if platform else None
     for errors in (platform.errors if platform else (), _shipped_table().errors):
-        fitting = [one for one in errors if one.fits(library, nodes, size_bytes, capability)]
+        fitting = [entry for entry in errors if entry.fits(library, nodes, size_bytes, capability)]
         if fitting:
             return fitting[-1]
     return None
@@ -193,4 +193,4 @@ def validate_document(document: YamlDocument, model: type[_Model]) -> _Model:
         return model.model_validate(document.values)
     except ValidationError as error:
         problems = problems_of_validation_error(error, model)
-    raise SpecError([replace(one, where=document.where(one.key)) for one in problems])
+    raise SpecError([replace(problem, where=document.where(problem.key)) for problem in problems])

@@ -84,7 +84,7 @@ class PredictionRow:
     size_bytes: int
     times: tuple[tuple[str, float], ...]
     error: ModelErrorSpec | None
-    """How far the model may be off; None: unknown."""
+    """The error of the model; None: unknown."""
     bus_factor: float
 
     @property
@@ -157,11 +157,11 @@ class Prediction:
     @property
     def switches(self) -> list[tuple[int, str]]:
         """From which of the sizes on which algorithm wins."""
-        found: list[tuple[int, str]] = []
+        switches: list[tuple[int, str]] = []
         for row in self.rows:
-            if not found or found[-1][1] != row.winner:
-                found.append((row.size_bytes, row.winner))
-        return found
+            if not switches or switches[-1][1] != row.winner:
+                switches.append((row.size_bytes, row.winner))
+        return switches
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -214,8 +214,8 @@ def predict_nccl(
             f"--collective {collective}: NCCL has no algorithms to choose from there; use"
             f" {', '.join(get_args(NcclCollective))}"
         )
-    known = predict_nccl_performance(machine, collective) if table is None else dict(table)
-    if not known:
+    expectations = predict_nccl_performance(machine, collective) if table is None else dict(table)
+    if not expectations:
         raise UsageError(
             f"--collective {collective}: nothing is known of it on {machine.nodes} nodes with"
             f" {machine.per_node} ranks; there must be two ranks, and a ring or a tree"
@@ -223,8 +223,8 @@ def predict_nccl(
     rows = []
     for size in sizes:
         times = {
-            f"{algo}/{proto}": expected_time_us(machine, collective, (algo, proto), one, size) / 1e6
-            for (algo, proto), one in known.items()
+            f"{algo}/{proto}": expected_time_us(machine, collective, (algo, proto), expected, size) / 1e6
+            for (algo, proto), expected in expectations.items()
         }
         rows.append(_row(size, times, error_of(size), bus_factor(collective, machine.ranks)))
     model = "the table that NCCL has printed" if table is not None else f"NCCL's cost model ({MODEL_SOURCE})"
@@ -251,32 +251,32 @@ class AlphaBetaInput:
         """Seconds by size; all levels must be known. Every round goes by the size of its messages."""
 
         def of(fabric: Fabric) -> tuple[RoundCost, ...]:
-            found = round_costs(fabric, [self.ranks], collective, algorithm, inner=inner, inside=self.inside)
-            assert found is not None
-            return found
+            costs = round_costs(fabric, [self.ranks], collective, algorithm, inner=inner, inside=self.inside)
+            assert costs is not None
+            return costs
 
         large = of(self.fabric)
         small = of(self.small) if self.small else large
-        shares = [one.share for one in collective_rounds(collective, algorithm, len(self.ranks), inner)]
+        shares = [step.share for step in collective_rounds(collective, algorithm, len(self.ranks), inner)]
 
         def seconds(size_bytes: float) -> float:
             return sum(
-                (few if share * size_bytes <= self.small_bytes else many).seconds(
+                (few if share * size_bytes <= self.small_bytes else large_cost).seconds(
                     size_bytes, self.reduce_s_per_byte
                 )
-                for share, few, many in zip(shares, small, large, strict=True)
+                for share, few, large_cost in zip(shares, small, large, strict=True)
             )
 
         return seconds
 
     @property
     def per_node(self) -> int:
-        """Of the first node."""
+        """Ranks of the first node."""
         return self.ranks.count(self.ranks[0])
 
     @property
     def inner(self) -> int | None:
-        """How many neighbouring ranks are near each other: of a node, else of a leaf; None: they differ."""
+        """The number of neighbouring ranks of a node, else of a leaf; None: they differ."""
         for key in (
             lambda node: node,
             lambda node: self.fabric.unit(node, 0) if self.fabric.levels else None,
@@ -300,7 +300,7 @@ def predict_alpha_beta(
 ) -> Prediction:
     """α-β times of the algorithms that a library has for this collective."""
     _require_known_levels(ground.fabric)
-    known, said = {}, list(notes)
+    clocks, remarks = {}, list(notes)
     menu = {"mpi": _MPI, "gloo": _GLOO, "nccl": _LIKE_NCCL}[library]
     inner = ground.inner
     for name, algorithm in menu[collective].items():
@@ -309,17 +309,17 @@ def predict_alpha_beta(
         is_power_of_two = len(ground.ranks).bit_count() == 1
         if algorithm == "recursive_doubling" and collective == "allgather" and not is_power_of_two:
             continue
-        known[name] = ground.clock(_FABRIC_NAMES[collective], algorithm, inner or 1)
+        clocks[name] = ground.clock(_FABRIC_NAMES[collective], algorithm, inner or 1)
     if ground.per_node > 1 and ground.inside is None:
-        said.append("what stays inside a node counts as free: the platform does not say what it carries")
+        remarks.append("what stays inside a node counts as free: the platform does not say what it carries")
     factor = bus_factor(collective, len(ground.ranks))
     rows = [
-        _row(size, {name: clock(size) for name, clock in known.items()}, error_of(size), factor)
+        _row(size, {name: clock(size) for name, clock in clocks.items()}, error_of(size), factor)
         for size in sizes
     ]
     nodes = len({*ground.ranks})
     basis = f"α-β times on the fabric tree; {source}"
-    return Prediction(collective, library, nodes, ground.per_node, basis, tuple(rows), tuple(said))
+    return Prediction(collective, library, nodes, ground.per_node, basis, tuple(rows), tuple(remarks))
 
 
 def _require_known_levels(fabric: Fabric) -> None:
@@ -344,7 +344,7 @@ def _require_known_levels(fabric: Fabric) -> None:
 
 
 def _row(size: int, times: Mapping[str, float], error: ModelErrorSpec | None, factor: float) -> PredictionRow:
-    ordered = sorted(times.items(), key=lambda one: one[1])
+    ordered = sorted(times.items(), key=lambda item: item[1])
     return PredictionRow(size, tuple(ordered), error, factor)
 
 
@@ -354,17 +354,17 @@ _MOST_SIZES = 200
 
 def parse_message_sizes(text: str) -> list[int]:
     """`1K..1G` (powers of two between), `64K,3M`, `4096`; units are powers of 1024, as in nccl-tests."""
-    found: list[int] = []
+    sizes: list[int] = []
     for part in text.split(","):
         first, dots, last = part.partition("..")
         low = _parse_message_size(first, text)
         high = _parse_message_size(last, text) if dots else low
         if high < low:
             raise UsageError(f"--sizes {text}: {part} goes down; write the smaller size first")
-        found += [low << more for more in range(int(math.log2(high / low)) + 1)]
-    if len(found) > _MOST_SIZES:
-        raise UsageError(f"--sizes {text}: {len(found)} sizes, at most {_MOST_SIZES}")
-    return sorted({*found})
+        sizes += [low << shift for shift in range(int(math.log2(high / low)) + 1)]
+    if len(sizes) > _MOST_SIZES:
+        raise UsageError(f"--sizes {text}: {len(sizes)} sizes, at most {_MOST_SIZES}")
+    return sorted({*sizes})
 
 
 def _parse_message_size(word: str, text: str) -> int:

@@ -35,7 +35,7 @@ class BenchmarkRun:
 
 @dataclass(frozen=True)
 class StatedConditions:
-    """What is said beside the outputs; None and empty: they tell it themselves."""
+    """What the user states besides the outputs; None and empty: the outputs say it."""
 
     settings: Mapping[str, str]
     when: str
@@ -71,7 +71,7 @@ def make_policy_row(
         stated.ranks_per_node,
     )
     measured = list(_measurements(ours, theirs, stated))
-    nodes = [one.nodes for one in measured if one.nodes]
+    nodes = [measurement.nodes for measurement in measured if measurement.nodes]
     content = {
         "set": dict(stated.settings),
         "nccl": nccl,
@@ -89,16 +89,16 @@ def make_policy_row(
 
 
 def _require_sound(run: BenchmarkRun) -> None:
-    found = run.found
-    if not found.times_us:
+    timings = run.found
+    if not timings.times_us:
         text = f"{run.name}: holds no times of nccl-tests; give what all_reduce_perf or another printed"
         raise UsageError(text)
-    if found.is_wrong:
-        where = f" ({found.wrong[0].size_bytes} bytes)" if found.wrong else ""
+    if timings.is_wrong:
+        where = f" ({timings.wrong[0].size_bytes} bytes)" if timings.wrong else ""
         text = f"{run.name}: has wrong results{where}: #wrong is above 0; a wrong result is no gain"
         raise UsageError(text)
-    if found.mixed:
-        raise UsageError(f"{run.name}: {found.mixed}")
+    if timings.mixed:
+        raise UsageError(f"{run.name}: {timings.mixed}")
 
 
 def _require_stated_settings(
@@ -107,14 +107,14 @@ def _require_stated_settings(
     """Where NCCL's own lines stand in an output, they tell what was set."""
     for name, value in settings.items():
         for run in ours:
-            told = run.found.env.get(name)
-            if told is not None and not is_same_value(told, value):
-                text = f"{run.name}: ran with {name}={told}, not {value}; give its outputs to --without"
+            printed = run.found.env.get(name)
+            if printed is not None and not is_same_value(printed, value):
+                text = f"{run.name}: ran with {name}={printed}, not {value}; give its outputs to --without"
                 raise UsageError(text)
         for run in theirs:
-            told = run.found.env.get(name)
-            if told is not None and is_same_value(told, value):
-                raise UsageError(f"{run.name}: ran with {name}={told}; give its outputs to --with")
+            printed = run.found.env.get(name)
+            if printed is not None and is_same_value(printed, value):
+                raise UsageError(f"{run.name}: ran with {name}={printed}; give its outputs to --with")
 
 
 def _require_different(runs: Sequence[BenchmarkRun]) -> None:
@@ -128,10 +128,12 @@ def _require_different(runs: Sequence[BenchmarkRun]) -> None:
         raise UsageError(f"{len(runs)} outputs hold {len(seen)} different runs; name each of them once")
 
 
-def _agreed_value(what: str, option: str, told: Mapping[str, _Value | None], said: _Value | None) -> _Value:
+def _agreed_value(
+    what: str, option: str, printed: Mapping[str, _Value | None], stated: _Value | None
+) -> _Value:
     """The one value that all outputs tell, or that is said for those that do not."""
-    values: dict[_Value, str] = {} if said is None else {said: option}
-    for name, value in told.items():
+    values: dict[_Value, str] = {} if stated is None else {stated: option}
+    for name, value in printed.items():
         if value is not None:
             values.setdefault(value, name)
     if not values:
@@ -148,8 +150,8 @@ def _measurements(
     times: dict[tuple[int, TimedCall], tuple[list[float], list[float]]] = {}
     unchecked: set[tuple[int, TimedCall]] = set()
     for mine, other in zip(ours, theirs, strict=True):
-        told = {run.name: len(run.found.nodes) or None for run in (mine, other)}
-        nodes = _agreed_value("nodes", "--nodes N", told, stated.nodes)
+        node_counts = {run.name: len(run.found.nodes) or None for run in (mine, other)}
+        nodes = _agreed_value("nodes", "--nodes N", node_counts, stated.nodes)
         lacking = set(mine.found.times_us) ^ set(other.found.times_us)
         if lacking:
             call = min(lacking)
@@ -193,7 +195,7 @@ def _find_call(call: TimedCall, run: BenchmarkRun, stated: StatedConditions) -> 
 
 
 def _plain_collective(collective: str) -> str:
-    """all_reduce, all-reduce and AllReduce are one."""
+    """The same text for all_reduce, all-reduce and AllReduce."""
     return re.sub(r"[_-]|perf|mpi", "", collective.lower())
 
 
@@ -208,13 +210,13 @@ def render_policy_row(row: PolicyRowSpec, indent: str = "") -> str:
         f"  by: {json.dumps(row.by)}",
         "  measured:",
     ]
-    for one in row.measured:
+    for measurement in row.measured:
         lines += [
-            f"    - {{collective: {one.collective}, size_bytes: {one.size_bytes},"
-            f" in_place: {json.dumps(one.in_place)}, nodes: {json.dumps(one.nodes)},",
-            f"       checked: {json.dumps(one.checked)},",
-            f"       with_us: {one.with_us},",
-            f"       without_us: {one.without_us}}}",
+            f"    - {{collective: {measurement.collective}, size_bytes: {measurement.size_bytes},"
+            f" in_place: {json.dumps(measurement.in_place)}, nodes: {json.dumps(measurement.nodes)},",
+            f"       checked: {json.dumps(measurement.checked)},",
+            f"       with_us: {measurement.with_us},",
+            f"       without_us: {measurement.without_us}}}",
         ]
     return "".join(f"{indent}{line}\n" for line in lines)
 
@@ -226,12 +228,12 @@ def insert_policy_row(text: str, row: PolicyRowSpec, name: str) -> str:
     first = _ITEM.search(text)
     kept = text if before else _NO_ROWS.sub("", text)
     start = (kept.rstrip("\n") + "\n").lstrip("\n") + ("" if before else "rows:\n")
-    more = start + render_policy_row(row, first[1] if before and first else "  ")
-    if parse_policy(more, name) != (*before, row):
+    after = start + render_policy_row(row, first[1] if before and first else "  ")
+    if parse_policy(after, name) != (*before, row):
         raise UsageError(
             f"{name}: its rows do not stand at its end, one after the other; add this one by hand"
         )
-    return more
+    return after
 
 
 def append_policy_row(path: Path, row: PolicyRowSpec) -> tuple[PolicyRowSpec, ...]:

@@ -25,7 +25,7 @@ _RANK = re.compile(
 )
 _OUTSIDE = re.compile(r"#\s*Out of bounds values\s*:\s*(?P<count>\d+)")
 _HEADER_VALUES = re.compile(r"#\s*nThread\b.*\bvalidation:\s*(?P<count>\d+)")
-"""0: no result is looked at, whatever a column says."""
+"""0: results are not checked, even if a column says so."""
 _ROW = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w+\s")
 _TIMES = ("time", "cputime")
 _WRONG = ("#wrong", "error")
@@ -45,7 +45,7 @@ class NcclTestTimings:
     """One run's output; what it does not say is None or empty."""
 
     times_us: Mapping[TimedCall, tuple[float, ...]] = field(default_factory=dict)
-    """Of every call, a time for each cycle (-N)."""
+    """For every call, a time for each cycle (-N)."""
     busbw_GBps: Mapping[TimedCall, tuple[float, ...]] = field(default_factory=dict)
     wrong: tuple[TimedCall, ...] = ()
     """Calls that gave wrong values."""
@@ -97,7 +97,7 @@ def version_from_code(code: int) -> Version:
 
 
 class _NcclTestsReader:
-    """Line by line."""
+    """Reads line by line."""
 
     def __init__(self) -> None:
         self._collective = ""
@@ -118,9 +118,9 @@ class _NcclTestsReader:
         self._not_read: list[str] = []
 
     def read(self, line: str) -> None:
-        """One line, whoever printed it."""
-        if (told := parse_version_line(line)) and told[0] == "NCCL":
-            self._nccl = parse_version(told[1], "nccl-tests")
+        """Read one line of the output."""
+        if (parsed := parse_version_line(line)) and parsed[0] == "NCCL":
+            self._nccl = parse_version(parsed[1], "nccl-tests")
         elif match := _LIBRARY.search(line):
             self._nccl = self._nccl or version_from_code(int(match["code"]))
         elif match := _TITLE.match(line):
@@ -133,11 +133,11 @@ class _NcclTestsReader:
             self._by_footer.clear()
         elif match := _HEADER_VALUES.match(line):
             self._validates = int(match["count"]) > 0
-        elif told := parse_variable_line(line):
-            self._env[told[0]] = told[1]
+        elif parsed := parse_variable_line(line):
+            self._env[parsed[0]] = parsed[1]
         elif line.startswith("#"):
             words = line.removeprefix("#").split()
-            if words[:2] == ["size", "count"] and any(one in words for one in _TIMES):
+            if words[:2] == ["size", "count"] and any(name in words for name in _TIMES):
                 self._columns = words
         elif _ROW.match(line) and not (self._columns and self._row(line.split())):
             self._not_read.append(line.strip())
@@ -163,15 +163,15 @@ class _NcclTestsReader:
             return False
         if not time_us:
             return True
-        told = next((half[name] for name in _WRONG if name in half), "N/A")
-        is_checked = _number(told) is not None and self._validates
+        errors = next((half[name] for name in _WRONG if name in half), "N/A")
+        is_checked = _number(errors) is not None and self._validates
         self._looked_at[call.in_place, is_checked] += 1
         if not is_checked:
             self._passed_over.add(call)
         elif "#wrong" not in half:
             # How large an error may be is known to the footer alone: a run that ended before it says nothing.
             self._by_footer.add(call)
-        if "#wrong" in half and (_number(told) or 0) > 0:
+        if "#wrong" in half and (_number(errors) or 0) > 0:
             self._wrong[call] = None
         self._times.setdefault(call, []).append(time_us)
         self._busbw.setdefault(call, []).append(busbw or 0.0)
@@ -206,7 +206,7 @@ class _NcclTestsReader:
 
 def _number(word: str) -> float | None:
     try:
-        found = float(word)
+        number = float(word)
     except ValueError:
         return None
-    return found if abs(found) < float("inf") else None
+    return number if abs(number) < float("inf") else None

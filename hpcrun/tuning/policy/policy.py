@@ -84,12 +84,13 @@ class PolicyRowSpec(_PolicySection):
         least, most = self.nodes
         if not 1 <= least <= most:
             raise ValueError(f"nodes is [{least}, {most}]; write [least, most]")
-        told = {one.nodes or (least if least == most else 0) for one in self.measured}
-        if 0 in told:
+        node_counts = {call.nodes or (least if least == most else 0) for call in self.measured}
+        if 0 in node_counts:
             raise ValueError(f"nodes is {least} to {most}, so each of `measured` has to say its own `nodes`")
-        if (min(told), max(told)) != (least, most):
-            text = f"nodes is {least} to {most}, and what is measured is on {min(told)} to {max(told)}"
-            raise ValueError(f"{text}; let them agree")
+        if (min(node_counts), max(node_counts)) != (least, most):
+            measured = f"{min(node_counts)} to {max(node_counts)}"
+            text = f"nodes is {least} to {most}, and what is measured is on {measured}; let them agree"
+            raise ValueError(text)
         return self
 
     @property
@@ -103,8 +104,8 @@ class PolicyRowSpec(_PolicySection):
         return " ".join(f"{name}={value}" for name, value in self.values.items())
 
     def distance(self, nodes: int) -> int:
-        """How far a number of nodes is from the nearest that was measured."""
-        return min(abs((one.nodes or self.nodes[0]) - nodes) for one in self.measured)
+        """The distance of a number of nodes from the nearest that was measured."""
+        return min(abs((call.nodes or self.nodes[0]) - nodes) for call in self.measured)
 
 
 class _PolicySpec(_PolicySection):
@@ -123,7 +124,7 @@ class MeasuredGain(NamedTuple):
 
     @property
     def says(self) -> GainVerdict:
-        """In a word."""
+        """The verdict in a word."""
         if self.pairs < FEWEST_PAIRS:
             return "too few pairs"
         return "faster" if self.low > GAIN else "slower" if self.high < LOSS else "no difference"
@@ -136,9 +137,9 @@ class MeasuredGain(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        told = {"collective", "size_bytes", "in_place", "nodes"}
+        keys = {"collective", "size_bytes", "in_place", "nodes"}
         figures = {"pairs": self.pairs, "median": self.median, "low": self.low, "high": self.high}
-        return self.call.model_dump(include=told) | figures | {"says": self.says}
+        return self.call.model_dump(include=keys) | figures | {"says": self.says}
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def load_policy(path: Path) -> tuple[PolicyRowSpec, ...]:
 
 
 def parse_policy(text: str, name: str) -> tuple[PolicyRowSpec, ...]:
-    """The same for text that is already in memory."""
+    """Parse the text of a policy; errors as in load_policy."""
     return _parse_rows(parse_yaml(text, name))
 
 
@@ -169,12 +170,12 @@ def _parse_rows(document: YamlDocument) -> tuple[PolicyRowSpec, ...]:
 
 
 def measured_gains(row: PolicyRowSpec) -> tuple[MeasuredGain, ...]:
-    """Of every call in a row, from the ratios of its pairs."""
-    found = []
+    """The gain of every call in a row, from the ratios of its pairs."""
+    gains = []
     for call in row.measured:
         ratios = [theirs / ours for ours, theirs in zip(call.with_us, call.without_us, strict=True)]
-        found.append(MeasuredGain(call, len(ratios), statistics.median(ratios), *median_interval(ratios)))
-    return tuple(found)
+        gains.append(MeasuredGain(call, len(ratios), statistics.median(ratios), *median_interval(ratios)))
+    return tuple(gains)
 
 
 def why_inconclusive(row: PolicyRowSpec) -> str:
@@ -182,14 +183,16 @@ def why_inconclusive(row: PolicyRowSpec) -> str:
     unchecked = next((call for call in row.measured if not call.checked), None)
     if unchecked:
         return f"nobody checked the results of {unchecked}; run nccl-tests with -c 1"
-    found = measured_gains(row)
-    few = [one for one in found if one.says == "too few pairs"]
+    gains = measured_gains(row)
+    few = [gain for gain in gains if gain.says == "too few pairs"]
     if few:
         return f"{few[0].pairs} pairs of {few[0].call}; it takes {FEWEST_PAIRS}"
-    slower = min((one for one in found if one.says == "slower"), key=lambda one: one.median, default=None)
+    slower = min(
+        (gain for gain in gains if gain.says == "slower"), key=lambda gain: gain.median, default=None
+    )
     if slower:
         return f"{slower}, and a variable acts on every size"
-    best = max(found, key=lambda one: one.low)
+    best = max(gains, key=lambda gain: gain.low)
     if best.says != "faster":
         return f"at most {best}, where more than {GAIN} is asked for"
     return ""
@@ -198,11 +201,11 @@ def why_inconclusive(row: PolicyRowSpec) -> str:
 def lint_objections(row: PolicyRowSpec, nccl: Version | None) -> str:
     """What lint has against a row's settings; empty: nothing."""
     settings = {name: Assigned(name, value, "measured", "policy") for name, value in row.values.items()}
-    found = [fault for setting in settings.values() for fault in check_assignment(setting, nccl)]
-    found += find_conflicts(settings, nccl)
+    faults = [fault for setting in settings.values() for fault in check_assignment(setting, nccl)]
+    faults += find_conflicts(settings, nccl)
     if corrupting := [name for name, value in row.values.items() if forces_ll128(name, value, nccl)]:
         return f"{corrupting[0]}: {FORCED_LL128_DANGER}"
-    return "; ".join(map(str, (fault for fault in found if fault.severity == "error")))
+    return "; ".join(map(str, (fault for fault in faults if fault.severity == "error")))
 
 
 def why_not_applicable(row: PolicyRowSpec, demand: PolicyRequest) -> str:
@@ -213,8 +216,8 @@ def why_not_applicable(row: PolicyRowSpec, demand: PolicyRequest) -> str:
     if demand.nccl[:2] != row.release:
         return f"it was measured with NCCL {release}, this is {format_version(demand.nccl)}"
     if not least <= demand.nodes <= most:
-        told = str(least) if least == most else f"{least} to {most}"
-        return f"it was measured on {told} nodes, the job has {demand.nodes}"
+        span = str(least) if least == most else f"{least} to {most}"
+        return f"it was measured on {span} nodes, the job has {demand.nodes}"
     if demand.ranks_per_node != row.ranks_per_node:
         return f"it was measured with {row.ranks_per_node} ranks a node, the job has {demand.ranks_per_node}"
     taken = {name for name, value in row.values.items() if demand.stands.get(name, value) != value}
@@ -239,7 +242,7 @@ def choose_measured_settings(
             notes.append(f"{row.assignments} is not set ({source}, row {number}): {why}")
         else:
             kept.append((number, row))
-    kept.sort(key=lambda one: one[1].distance(demand.nodes))
+    kept.sort(key=lambda item: item[1].distance(demand.nodes))
     banned = dict(_find_contradictions([row for _, row in kept], fitting, demand.nodes))
     notes += banned.values()
     chosen: dict[str, CommSetting] = {}
@@ -248,7 +251,7 @@ def choose_measured_settings(
             continue
         set_already = [name for name in row.values if name in chosen]
         if not set_already:
-            chosen |= {one.name: one for one in _row_settings(row, f"{source}, row {number}")}
+            chosen |= {setting.name: setting for setting in _row_settings(row, f"{source}, row {number}")}
         elif any(chosen[name].value != row.values[name] for name in set_already):
             nearer = chosen[set_already[0]].source
             notes.append(
@@ -266,19 +269,22 @@ def _find_contradictions(
         nearest = min(row.distance(nodes) for row in about)
         values = {row.values[name] for row in about if row.distance(nodes) == nearest}
         if len(values) > 1:
-            told = " and ".join(sorted(values))
-            yield name, f"{name} is not set: rows that are equally near support {told}; measure them together"
+            listed = " and ".join(sorted(values))
+            yield (
+                name,
+                f"{name} is not set: rows that are equally near support {listed}; measure them together",
+            )
         for other in fitting:
             same = any(row.values == other.values for row in about)
-            slower = next((one for one in measured_gains(other) if one.says == "slower"), None)
+            slower = next((gain for gain in measured_gains(other) if gain.says == "slower"), None)
             if same and slower and other.distance(nodes) <= nearest:
                 yield name, f"{name} is not set: one row supports it, another says {slower} ({other.when})"
 
 
 def _row_settings(row: PolicyRowSpec, source: str) -> Iterator[CommSetting]:
-    found = measured_gains(row)
-    best = max(found, key=lambda one: one.low)
-    others = f"; none of {len(found)} is slower" if len(found) > 1 else ""
+    gains = measured_gains(row)
+    best = max(gains, key=lambda gain: gain.low)
+    others = f"; none of {len(gains)} is slower" if len(gains) > 1 else ""
     least, most = row.nodes
     nodes = str(least) if least == most else f"{least} to {most}"
     where = f"{source}: {row.when} by {row.by}, {nodes} nodes x {row.ranks_per_node} ranks, NCCL {row.nccl}"

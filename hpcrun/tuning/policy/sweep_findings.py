@@ -17,13 +17,13 @@ from hpcrun.tuning.policy.nccl_tests import NcclTestTimings, TimedCall
 from hpcrun.units import format_bytes
 
 _ENOUGH = 0.7
-"""Of what is expected; ring and protocol take some, and so do switches."""
+"""Share of the expected bandwidth that is enough; ring, protocol and switches take the rest."""
 _LATENCY = 0.5
 """The share of the largest size's time from which on its fixed part is what holds it back."""
 _ASYMPTOTIC = 0.8
-"""Of what is expected: a slope as good as this is not the bandwidth's fault."""
+"""Share of the expected bandwidth from which on a slope is good."""
 _APART = 1.9
-"""Sizes have to grow by so much for a slope."""
+"""A slope needs sizes that differ by this factor."""
 _SPEED = re.compile(
     r"NET/IB ?: ?\[\d+\] (?P<name>[\w.+-]+):[^:/\s]*:(?P<port>\d+)/\S+ .*?\bspeed=(?P<speed>\d+)\b"
 )
@@ -41,7 +41,7 @@ _GPUS = (
     (re.compile(r"\bB200\b"), "b200-ib400"),
     (re.compile(r"A100-SXM4"), "a100-ib200"),
 )
-"""Whose links inside a node the table of platforms knows."""
+"""GPUs whose links inside a node the table of platforms knows."""
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,21 @@ class TimeSplit:
 
     @property
     def fixed_share(self) -> float:
-        """How much of the time does not depend on the bytes."""
+        """The share of the time that does not depend on the bytes."""
         return self.fixed_us / self.time_us
 
 
 def expected_bandwidth(
-    found: NcclTestTimings, log: NcclLog, platform: PlatformSpec | None = None
+    timings: NcclTestTimings, log: NcclLog, platform: PlatformSpec | None = None
 ) -> ExpectedBandwidth | None:
     """By the log's adapters, else the platform that was said, else what NCCL plans, else the GPUs."""
-    nodes = len(found.nodes) or log.nodes or 0
+    nodes = len(timings.nodes) or log.nodes or 0
     speeds = _adapters(log)
     if nodes > 1 and speeds:
         total = sum(speeds.values()) / 8000
         kinds = sorted({*speeds.values()})
-        told = "/".join(f"{one / 1000:g}" for one in kinds)
-        return ExpectedBandwidth(total, f"{len(speeds)} adapters of {told} Gb/s in a node, as the log says")
+        rates = "/".join(f"{speed / 1000:g}" for speed in kinds)
+        return ExpectedBandwidth(total, f"{len(speeds)} adapters of {rates} Gb/s in a node, as the log says")
     if platform is not None and nodes and (ring := _ring_bandwidth(platform, nodes)):
         return ExpectedBandwidth(ring, f"platform: {platform.about}")
     if graph := log.graphs.get("ring"):
@@ -87,12 +87,14 @@ def expected_bandwidth(
         return ExpectedBandwidth(
             bandwidth, "NCCL's own plan in the log, which knows the links and not their state"
         )
-    known = next((name for pattern, name in _GPUS if found.gpu and pattern.search(found.gpu)), None)
-    if known is not None and nodes == 1:
-        own = find_platform(known)
-        if found.ranks == own.gpus_per_node and (ring := _ring_bandwidth(own, 1)):
+    platform_name = next(
+        (name for pattern, name in _GPUS if timings.gpu and pattern.search(timings.gpu)), None
+    )
+    if platform_name is not None and nodes == 1:
+        own = find_platform(platform_name)
+        if timings.ranks == own.gpus_per_node and (ring := _ring_bandwidth(own, 1)):
             return ExpectedBandwidth(
-                ring, f"platform table, {known}: {own.gpus_per_node} {found.gpu} in one node"
+                ring, f"platform table, {platform_name}: {own.gpus_per_node} {timings.gpu} in one node"
             )
     return None
 
@@ -104,70 +106,72 @@ def _ring_bandwidth(platform: PlatformSpec, nodes: int) -> float | None:
 
 def _adapters(log: NcclLog) -> dict[str, int]:
     """The adapters in use with their speed in Mb/s; none where one of them does not tell it."""
-    told: dict[str, int] = {}
+    speeds_by_name: dict[str, int] = {}
     for line in log.lines:
         if match := _SPEED.search(line.text):
-            told[f"{match['name']}:{match['port']}"] = int(match["speed"])
+            speeds_by_name[f"{match['name']}:{match['port']}"] = int(match["speed"])
         elif match := _MADE.search(line.text):
-            told[match["name"]] = int(match["speed"])
+            speeds_by_name[match["name"]] = int(match["speed"])
     used = [nic.partition("/")[0] for nic in log.nics if ":" in nic and "<" not in nic]
-    speeds = {name: told.get(name) or told.get(name.rpartition(":")[0]) for name in used}
-    known = {name: speed for name, speed in speeds.items() if speed}
-    return known if len(known) == len(speeds) else {}
+    speeds = {name: speeds_by_name.get(name) or speeds_by_name.get(name.rpartition(":")[0]) for name in used}
+    known_speeds = {name: speed for name, speed in speeds.items() if speed}
+    return known_speeds if len(known_speeds) == len(speeds) else {}
 
 
-def split_time(found: NcclTestTimings, collective: str) -> TimeSplit | None:
+def split_time(timings: NcclTestTimings, collective: str) -> TimeSplit | None:
     """The parts of a collective's time, by its two largest sizes out of place; None for a single size."""
-    calls = sorted(call for call in found.times_us if call.collective == collective and not call.in_place)
+    calls = sorted(call for call in timings.times_us if call.collective == collective and not call.in_place)
     last = calls[-1]
     before = [call for call in calls if call.size_bytes * _APART <= last.size_bytes]
     if not before:
         return None
-    time_us, busbw = found.median_us(last), _measured_bus_bandwidth(found, last)
-    more_us = time_us - found.median_us(before[-1])
-    more = last.size_bytes - before[-1].size_bytes
+    time_us, busbw = timings.median_us(last), _measured_bus_bandwidth(timings, last)
+    more_us = time_us - timings.median_us(before[-1])
+    more_bytes = last.size_bytes - before[-1].size_bytes
     # Times that do not grow are all fixed.
-    per_byte = max(more_us, 0.0) / more
+    per_byte = max(more_us, 0.0) / more_bytes
     fixed = min(max(time_us - per_byte * last.size_bytes, 0.0), time_us)
     factor = busbw * time_us / last.size_bytes
     return TimeSplit(last.size_bytes, time_us, busbw, fixed, factor / per_byte if per_byte else float("inf"))
 
 
-def _measured_bus_bandwidth(found: NcclTestTimings, call: TimedCall) -> float:
-    rates = sorted(found.busbw_GBps[call])
+def _measured_bus_bandwidth(timings: NcclTestTimings, call: TimedCall) -> float:
+    rates = sorted(timings.busbw_GBps[call])
     return rates[len(rates) // 2]
 
 
 def check_sweep(
-    found: NcclTestTimings, log: NcclLog, platform: PlatformSpec | None = None
+    timings: NcclTestTimings, log: NcclLog, platform: PlatformSpec | None = None
 ) -> tuple[Finding, ...]:
     """What every collective of an output reaches; nothing where there are no times in it."""
-    names = dict.fromkeys(call.collective for call in found.times_us if not call.in_place)
-    return sort_findings(one for name in names for one in _check_collective(found, log, platform, name))
+    names = dict.fromkeys(call.collective for call in timings.times_us if not call.in_place)
+    return sort_findings(
+        finding for name in names for finding in _check_collective(timings, log, platform, name)
+    )
 
 
 def _check_collective(
-    found: NcclTestTimings, log: NcclLog, platform: PlatformSpec | None, collective: str
+    timings: NcclTestTimings, log: NcclLog, platform: PlatformSpec | None, collective: str
 ) -> Iterator[Finding]:
     name = collective or "collective"
-    parts = split_time(found, collective)
-    last = max(call for call in found.times_us if call.collective == collective and not call.in_place)
-    reached = f"{_measured_bus_bandwidth(found, last):.4g} GB/s at {format_bytes(last.size_bytes)}"
-    steps = _ring_steps(collective, found.ranks)
-    told = (
+    parts = split_time(timings, collective)
+    last = max(call for call in timings.times_us if call.collective == collective and not call.in_place)
+    reached = f"{_measured_bus_bandwidth(timings, last):.4g} GB/s at {format_bytes(last.size_bytes)}"
+    steps = _ring_steps(collective, timings.ranks)
+    parts_text = (
         _describe_parts(parts, steps)
         if parts
         else "one size alone does not tell steps from bytes: -b 1M -e 8G -f 2"
     )
-    aim = expected_bandwidth(found, log, platform) if steps else None
+    aim = expected_bandwidth(timings, log, platform) if steps else None
     if aim is None:
         why = "what this collective should reach is not known"
         if steps:
             why = "what this hardware should reach is not known: --platform says it, or NCCL_DEBUG=INFO"
-        yield Finding("unknown", "bandwidth", name, f"reaches {reached}; {told}", why)
+        yield Finding("unknown", "bandwidth", name, f"reaches {reached}; {parts_text}", why)
         return
-    share = _measured_bus_bandwidth(found, last) / aim.busbw_GBps
-    text = f"reaches {reached}, {share:.0%} of {aim.busbw_GBps:.4g} ({aim.source}); {told}"
+    share = _measured_bus_bandwidth(timings, last) / aim.busbw_GBps
+    text = f"reaches {reached}, {share:.0%} of {aim.busbw_GBps:.4g} ({aim.source}); {parts_text}"
     if share >= _ENOUGH:
         yield Finding("note", "bandwidth", name, text)
     elif parts is None:
@@ -186,13 +190,13 @@ def _describe_parts(parts: TimeSplit, steps: int) -> str:
     each = f", {parts.fixed_us / steps:.3g} us in each of {steps} steps" if steps else ""
     slope = "no time" if parts.slope_GBps == float("inf") else f"{parts.slope_GBps:.4g} GB/s"
     return (
-        f"{parts.time_us:.4g} us are {parts.fixed_us:.3g} us whatever the size"
+        f"{parts.time_us:.4g} us are {parts.fixed_us:.3g} us for any size"
         f" ({parts.fixed_share:.0%}{each}) and the bytes at {slope}"
     )
 
 
 def _ring_steps(collective: str, ranks: int | None) -> int:
-    """Of a ring; 0 where that is not known."""
+    """The number of steps of a ring; 0 where it is not known."""
     of = _STEPS.get(re.sub(r"[^a-z]", "", collective.lower()))
     return of[0] * ranks + of[1] if of and ranks and ranks > 1 else 0
 

@@ -60,15 +60,15 @@ def choose_socket_interface(
 
     ib* first, then any but docker, lo and (newer ones) virbr, then these. Only those with an address count.
     """
-    usable = [one for one in interfaces if one.networks or one.kind == "loopback"]
-    wanted = parse_device_list(text)
-    if wanted.entries:
-        return next((one for one in usable if wanted.takes(one.name)), None)
+    usable = [interface for interface in interfaces if interface.networks or interface.kind == "loopback"]
+    devices = parse_device_list(text)
+    if devices.entries:
+        return next((interface for interface in usable if devices.takes(interface.name)), None)
     last = ("docker", "lo", "virbr") if nccl is None or nccl >= _VIRBR_KNOWN_SINCE else ("docker", "lo")
 
-    def rank(one: NetworkInterface) -> int:
-        if one.name.startswith("ib"):
+    def rank(interface: NetworkInterface) -> int:
+        if interface.name.startswith("ib"):
             return 0
-        return next((at + 2 for at, start in enumerate(last) if one.name.startswith(start)), 1)
+        return next((at + 2 for at, start in enumerate(last) if interface.name.startswith(start)), 1)
 
-    return min((one for one in usable if one.up is not False), key=rank, default=None)
+    return min((interface for interface in usable if interface.up is not False), key=rank, default=None)

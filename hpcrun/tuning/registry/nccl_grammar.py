@@ -51,7 +51,7 @@ _RAILS: Version = (2, 30)
 _MOST_DEVICES = 32
 _LONGEST_INTERFACE = 15
 _DRIVERS = frozenset({"mlx4", "mlx5", "hfi1"})
-"""How all adapters of a driver begin: meant as a prefix."""
+"""Prefixes of all adapters of a driver."""
 _WHOLE = re.compile(r"\d$")
 _ZERO = re.compile(r"(?<!\d)0$")
 _FEW_MORE = re.compile(r"(?<!\d)[1-9]$")
@@ -64,7 +64,7 @@ class NcclSelection:
     """What a value chooses: for each function that it covers the choices that are left."""
 
     chosen: Mapping[str, frozenset[str]]
-    """Of the functions that it says something about."""
+    """The choices of the functions that the value names."""
     has_default: bool
     """Whether it begins with a list for all functions."""
     faults: tuple[Finding, ...] = ()
@@ -97,24 +97,24 @@ class _SelectionReader:
     def elements(self, text: str) -> frozenset[str]:
         """The choices of one list; with ^ all the others."""
         inverted = text.startswith("^")
-        found = set()
+        choices = set()
         for word in text.removeprefix("^").split(","):
             if not word:
                 continue
             if word.lower() in self.choices:
-                found.add(word.lower())
+                choices.add(word.lower())
                 if not inverted:
                     self.listed.add(word.lower())
             else:
                 self._refuse(word)
-        return frozenset(self.choices) - found if inverted else frozenset(found)
+        return frozenset(self.choices) - choices if inverted else frozenset(choices)
 
     def _refuse(self, word: str) -> None:
-        known = NCCL_ALGORITHMS.get(word.strip().lower())
+        releases = NCCL_ALGORITHMS.get(word.strip().lower())
         if word != word.strip() and word.strip().lower() in self.choices:
             hint = "; take the blank out, it counts"
-        elif "ring" in self.choices and known is not None and self.version is not None:
-            since, until = known
+        elif "ring" in self.choices and releases is not None and self.version is not None:
+            since, until = releases
             end = f"to before {format_version(until)}" if until else "on"
             hint = f"; it is known from {format_version(since)} {end}"
         else:
@@ -272,10 +272,10 @@ def _find_prefix_traps(variable: str, text: str, devices: DeviceList, ports: boo
     if not trapped or (devices.excludes and not ports):
         return
     first = min(trapped, key=lambda name: name[-1]) if ports else trapped[0]
-    more = first[-_LONGEST_INTERFACE:]
+    shown = first[-_LONGEST_INTERFACE:]
     # A number that is 0 goes on with no further digit; a VLAN can follow any.
-    further = [f"{more}0"] * (not _ZERO.search(first)) + [f"{more}.100"]
-    other = f"{more}0 to {more}9" if ports else " and ".join(further)
+    further = [f"{shown}0"] * (not _ZERO.search(first)) + [f"{shown}.100"]
+    other = f"{shown}0 to {shown}9" if ports else " and ".join(further)
     does = "leaves out" if devices.excludes else "takes"
     sign = "^=" if devices.excludes else "="
     exact = f"{sign}{text.removeprefix('^')}"

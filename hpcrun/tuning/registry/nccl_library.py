@@ -43,7 +43,7 @@ class NcclLibraryChoice(NamedTuple):
 
     @property
     def version(self) -> Version | None:
-        """Of the one that counts."""
+        """The release that counts."""
         return self.library.version if self.library else None
 
     @property
@@ -65,20 +65,24 @@ def find_nccl_library(
     `python`: the interpreter of the ranks; without it the one that runs here. `environ`: what the ranks get.
     `is_contained`: they run in a container, where nothing of what is here is loaded.
     """
-    found = [] if is_contained else list(_libraries_on_path(environ or {}))
+    libraries = [] if is_contained else list(_libraries_on_path(environ or {}))
     packaged = _library_of_packages(_site_packages(python), str(python) if python else "this python")
     if packaged and not is_contained:
-        found.insert(0, packaged)
-    said = (environ or {}).get("NCCL_VERSION")
-    if said and not found:
+        libraries.insert(0, packaged)
+    image_release = (environ or {}).get("NCCL_VERSION")
+    if image_release and not libraries:
         with contextlib.suppress(UsageError):
-            found.append(NcclLibrary(parse_version(said, "NCCL_VERSION"), "NCCL_VERSION, as the image says"))
+            libraries.append(
+                NcclLibrary(parse_version(image_release, "NCCL_VERSION"), "NCCL_VERSION, as the image says")
+            )
     if given is not None:
-        found.insert(0, NcclLibrary(parse_version(given), "--nccl-version"))
-        return NcclLibraryChoice(found[0])
-    if not found:
+        libraries.insert(0, NcclLibrary(parse_version(given), "--nccl-version"))
+        return NcclLibraryChoice(libraries[0])
+    if not libraries:
         return NcclLibraryChoice(None)
-    return NcclLibraryChoice(found[0], tuple(one for one in found[1:] if one.version != found[0].version))
+    return NcclLibraryChoice(
+        libraries[0], tuple(library for library in libraries[1:] if library.version != libraries[0].version)
+    )
 
 
 def find_job_nccl_library(
@@ -87,7 +91,7 @@ def find_job_nccl_library(
     given: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> NcclLibraryChoice:
-    """The same for a job: of its python, or of its profile's."""
+    """The release that a job loads: by its python, or its profile's."""
     named = spec.python or (cluster.python.path if cluster else None)
     python = Path(expand_path(named)) if named else None
     return find_nccl_library(given, python=python, environ=environ, is_contained=spec.container is not None)
@@ -102,12 +106,12 @@ def _site_packages(python: Path | None) -> list[str] | None:
 
 
 def _library_of_packages(sites: list[str] | None, whose: str) -> NcclLibrary | None:
-    wanted = _required_wheels(sites)
-    for wheel in sorted(_WHEELS, key=lambda name: name not in wanted):
+    required = _required_wheels(sites)
+    for wheel in sorted(_WHEELS, key=lambda name: name not in required):
         release = _wheel_release(wheel, sites)
         if release:
             return NcclLibrary(release, f"{wheel} of {whose}")
-    for wheel, release in wanted.items():
+    for wheel, release in required.items():
         return NcclLibrary(release, f"{wheel}, which torch of {whose} asks for")
     return None
 
@@ -120,9 +124,9 @@ def _required_wheels(sites: list[str] | None) -> dict[str, Version]:
 
 
 def _wheel_release(name: str, sites: list[str] | None) -> Version | None:
-    found = _distribution(name, sites)
+    distribution = _distribution(name, sites)
     try:
-        return parse_version(found.version) if found else None
+        return parse_version(distribution.version) if distribution else None
     except UsageError:
         return None
 

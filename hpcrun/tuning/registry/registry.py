@@ -33,14 +33,14 @@ def parse_version(text: str, where: str = "--nccl-version") -> Version:
     return tuple(int(part) for part in match[1].split("."))
 
 
-def required_nccl_release(one: CommSetting) -> Version | None:
+def required_nccl_release(setting: CommSetting) -> Version | None:
     """The release of NCCL that a setting needs; None: any, or another library's."""
-    needs = one.needs.removeprefix("NCCL ")
-    return parse_version(needs, one.name) if needs and needs != one.needs else None
+    needs = setting.needs.removeprefix("NCCL ")
+    return parse_version(needs, setting.name) if needs and needs != setting.needs else None
 
 
 def format_version(version: Version) -> str:
-    """The same as text."""
+    """Format a release, as 2.29.7."""
     return ".".join(map(str, version))
 
 
@@ -56,7 +56,7 @@ ValueHistory = tuple[VersionedValue, ...]
 
 def value_in_release(history: ValueHistory, version: Version | None) -> str | None:
     """What held in a release; the newest where the release is not known, None where nothing is known."""
-    held = [one.value for one in history if version is None or one.version <= version]
+    held = [entry.value for entry in history if version is None or entry.version <= version]
     return held[-1] if held else None
 
 
@@ -102,7 +102,7 @@ class LookalikeVariable(NamedTuple):
 
     name: str
     reader: str = ""
-    """Who does; empty: nobody that we know."""
+    """The program that reads it; empty: none is known."""
     instead: str = ""
     text: str = ""
 
@@ -118,21 +118,21 @@ class VariableRegistry:
     """Names inside the library that are no variables, and what they are."""
     lookalikes: Mapping[str, LookalikeVariable]
     families: Mapping[str, str]
-    """How the names of others begin, and who they are."""
+    """Name prefixes of other programs, and the programs."""
 
     def lookalike(self, name: str) -> LookalikeVariable | None:
         """The impostor of this name, also when only its family is known."""
-        found = self.lookalikes.get(name)
+        lookalike = self.lookalikes.get(name)
         family = next((start for start in self.families if name.startswith(start)), None)
-        return found or (LookalikeVariable(name, self.families[family]) if family else None)
+        return lookalike or (LookalikeVariable(name, self.families[family]) if family else None)
 
     def nearest(self, name: str) -> str | None:
         """The variable that was probably meant."""
-        known = [*self.variables, *self.lookalikes]
+        names = [*self.variables, *self.lookalikes]
         upper = name.upper()
         if upper != name and upper in self.variables:
             return upper
-        close = difflib.get_close_matches(upper, known, n=1, cutoff=_CLOSE)
+        close = difflib.get_close_matches(upper, names, n=1, cutoff=_CLOSE)
         if not close:
             return None
         impostor = self.lookalikes.get(close[0])

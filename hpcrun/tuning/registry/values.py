@@ -48,17 +48,17 @@ def parse_c_integer(value: str) -> int | None:
     if len(digits) > _MOST_DIGITS:
         return None
     try:
-        found = int(digits, base)
+        number = int(digits, base)
     except ValueError:  # 08: C stops before the 8
         return None
-    found = -found if text.startswith("-") else found
-    return found if -(2**63) <= found < 2**63 else None
+    number = -number if text.startswith("-") else number
+    return number if -(2**63) <= number < 2**63 else None
 
 
-def is_same_value(one: str, other: str) -> bool:
+def is_same_value(first: str, other: str) -> bool:
     """Whether two values are alike, numbers however they are written."""
-    number = parse_c_integer(one)
-    return one == other or (number is not None and number == parse_c_integer(other))
+    number = parse_c_integer(first)
+    return first == other or (number is not None and number == parse_c_integer(other))
 
 
 def _bool(name: str, value: str, rest: str) -> Iterator[Finding]:
@@ -67,21 +67,21 @@ def _bool(name: str, value: str, rest: str) -> Iterator[Finding]:
     if meant:
         yield make_error(name, f"{quote_value(value)} is no number and reads as 0", f"write {meant}", meant)
         return
-    found = parse_c_integer(value)
-    if found is None:
+    number = parse_c_integer(value)
+    if number is None:
         yield from _no_number(name, value, "0 or 1")
-    elif found not in (0, 1):
+    elif number not in (0, 1):
         yield make_warning(name, f"{quote_value(value)}: 0 and 1 are all that it knows")
 
 
 def _int(name: str, value: str, rest: str) -> Iterator[Finding]:
-    found = parse_c_integer(value)
-    if found is None:
+    number = parse_c_integer(value)
+    if number is None:
         yield from _no_number(name, value, _range(rest) or "a whole number")
-    elif not _is_in_range(found, rest):
+    elif not _is_in_range(number, rest):
         yield make_error(name, f"{quote_value(value)} is out of range; allowed: {_range(rest)}")
     elif re.fullmatch(r"\s*[-+]?0\d+\s*", value):
-        yield make_warning(name, f"{quote_value(value)} begins with 0 and is read as octal: {found}")
+        yield make_warning(name, f"{quote_value(value)} begins with 0 and is read as octal: {number}")
 
 
 def _bytes(name: str, value: str, rest: str) -> Iterator[Finding]:
@@ -102,8 +102,8 @@ def _no_number(name: str, value: str, allowed: str) -> Iterator[Finding]:
         yield make_error(name, f"{quote_value(value)} is too large and counts as unset; allowed: {allowed}")
         return
     read = _LEADING.match(value)
-    found = read[0].strip()[:_MOST_DIGITS] if read else 0
-    yield make_error(name, f"{quote_value(value)} is no number and reads as {found}; allowed: {allowed}")
+    number = read[0].strip()[:_MOST_DIGITS] if read else 0
+    yield make_error(name, f"{quote_value(value)} is no number and reads as {number}; allowed: {allowed}")
 
 
 def _auto(name: str, value: str, rest: str) -> Iterator[Finding]:
@@ -114,7 +114,7 @@ def _auto(name: str, value: str, rest: str) -> Iterator[Finding]:
 def _enum(name: str, value: str, rest: str) -> Iterator[Finding]:
     allowed = rest.split(",")
     if value not in allowed:
-        same = [one for one in allowed if one.lower() == value.strip().lower()]
+        same = [word for word in allowed if word.lower() == value.strip().lower()]
         if same:
             remedy = f"write {same[0]}, capitals and blanks count"
             yield make_error(name, f"{quote_value(value)} is not known", remedy, same[0])
@@ -125,17 +125,13 @@ def _enum(name: str, value: str, rest: str) -> Iterator[Finding]:
 
 def _ienum(name: str, value: str, rest: str) -> Iterator[Finding]:
     allowed = rest.split(",")
-    if value.upper() not in {one.upper() for one in allowed}:
-        yield make_error(
-            name,
-            f"{quote_value(value)} is not known{_nearest(value, allowed)}",
-            "",
-            closest_word(value, allowed),
-        )
+    if value.upper() not in {word.upper() for word in allowed}:
+        text = f"{quote_value(value)} is not known{_nearest(value, allowed)}"
+        yield make_error(name, text, "", closest_word(value, allowed))
 
 
 def _words(name: str, value: str, rest: str) -> Iterator[Finding]:
-    allowed = {one.upper() for one in rest.split(",")}
+    allowed = {word.upper() for word in rest.split(",")}
     for word in value.removeprefix("^").split(","):
         if word.upper() not in allowed:
             text = f"{quote_value(word)} is not known and is left out{_nearest(word, rest.split(','))}"
@@ -219,9 +215,9 @@ VALUE_KINDS = frozenset({*_KINDS, "algo", "proto", "devices", "interfaces"})
 """What a rule may begin with."""
 
 
-def _is_in_range(found: int, rest: str) -> bool:
+def _is_in_range(number: int, rest: str) -> bool:
     low, _, high = rest.partition("..")
-    return (not low or found >= int(low)) and (not high or found <= int(high))
+    return (not low or number >= int(low)) and (not high or number <= int(high))
 
 
 def _range(rest: str) -> str:
