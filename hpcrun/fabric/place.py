@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from hpcrun.errors import EXIT_CHECK_FAILED, UsageError
@@ -94,14 +95,9 @@ def place_job(
     fitting = _trees_that_fit(fabric, usable, slots, spares, policy)
     if fitting is not None:
         whole, what = replace(fabric, trees={}), (ranks, per_node, degrees, traffic)
-        frees = ([*nodes, *avoided] for nodes in fitting)
-        return _cheapest(
-            fabric,
-            [
-                place_job(whole, candidates, *what, spares=spares, policy=policy, avoid=avoid)
-                for candidates in frees
-            ],
-        )
+        place = partial(place_job, spares=spares, policy=policy, avoid=avoid)
+        tried = [place(whole, [*nodes, *avoided], *what) for nodes in fitting]
+        return _cheapest(fabric, tried)
     if policy in ("pin", "none"):
         usable = usable[: slots + spares]
     elif policy == "spread":
