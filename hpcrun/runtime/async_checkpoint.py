@@ -1,7 +1,7 @@
 """Saves that training does not wait for: copied into the node's memory, and stored from there by its worker.
 
-All ranks decide alike on every save, by the union of a few bits of each. What fails is told and costs that
-save alone; only one that must not be lost raises an error, after the ranks have tried to write it themselves.
+All ranks decide alike on every save, by the union of a few bits of each. A failure is recorded and costs that
+save alone. Only a save that must not be lost raises an error, after the ranks have tried to write it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from hpcrun.runtime.pending_save import (
     PendingSave,
     PendingSaves,
     SaveProgressReporter,
+    SaveReports,
     target_levels,
 )
 from hpcrun.runtime.resharding import structure_key
-from hpcrun.runtime.save_reports import SaveReports
 from hpcrun.runtime.snapshot import CopyResult
 from hpcrun.runtime.worker_client import WorkerEndpoint, WorkerGoneError
 from hpcrun.runtime.worker_session import QUICK_ANSWER_S, WorkerSession
@@ -38,18 +38,18 @@ from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint
 
 _NEW, _GONE, _BUSY, _UNREPORTED, _REFUSED, _SLOT_EXPECTED, _SINGLE, _LATE = (1 << bit for bit in range(8))
 _FLAGS = 8
-"""Of a rank's bits in a union: first so many flags, then what it lacks of the pending saves."""
+"""The number of flags in a rank's bits; above them are those of `PendingSaves.missing_bits`."""
 _SLOT_POLL_S = 0.05
 _DEGRADE_S = 5.0
-"""For the worker to come to the end of what it is at, when its next levels are left out."""
+"""For the worker to finish the level that it is at, when further ones are skipped."""
 _WRITE_S = 60.0
-"""For storage to take a save that memory does not have, where training is not to be stopped."""
+"""For storage to take a save that memory does not have room for, where training must not wait."""
 _MAX_FRUITLESS_POLLS = 20
-"""Looks for a slot while no save is on its way to anywhere."""
+"""Polls for a slot while no save is on its way to any level."""
 
 
 class AsyncCheckpointer:
-    """Saves through the memory of the nodes, of all ranks together."""
+    """Saves through the memory of the nodes, all ranks together."""
 
     def __init__(
         self,
@@ -57,26 +57,26 @@ class AsyncCheckpointer:
         direct: DirectCheckpointer,
         control: Control,
         home: WorkerEndpoint,
-        tell: MetricWriter,
+        record: MetricWriter,
     ) -> None:
         self._spec, self._direct, self._control, self._home = spec, direct, control, home
         self._session = WorkerSession(control, home)
-        self._reports = SaveReports(control, tell)
+        self._reports = SaveReports(control, record)
         self._saves = PendingSaves()
         self._current: PendingSave | None = None
         self._is_single = False
-        """Some node has memory for one state only, which must not lose its place before it has another."""
+        """Whether a node has memory for one state only, which must be stored before the next replaces it."""
         self._seed = ""
-        self._progress_reporter = SaveProgressReporter(direct.root, tell)
+        self._progress_reporter = SaveProgressReporter(direct.root, record)
         self._saves_to_skip = self._skipped_saves = 0
         self._may_wait = spec.on_backlog == "wait"
-        """Whether training may be stopped for as long as it takes."""
+        """Whether training may wait as long as a save takes."""
 
     def save(self, step: int, position: int, state: dict[str, Tensor], *, lasting: bool = False) -> bool:
-        """Begin to save the state of a step; it must stay as it is until the fence. False: left out.
+        """Begin to save a state, which must not change until the fence; False where it is skipped.
 
-        With `lasting` it goes to the run directory, whatever step it is. What is due there is written by the
-        ranks at once where memory cannot be had.
+        `lasting`: save to the run directory whatever the step. Where there is no memory, the ranks write
+        directly what is due in the run directory.
         """
         begun = self._begin(step, position, state, lasting=lasting, may_wait=self._may_wait)
         is_due = lasting or not self._spec.durable.every or step % self._spec.durable.every == 0
@@ -108,10 +108,10 @@ class AsyncCheckpointer:
         return "begun"
 
     def _save_directly(self, step: int, position: int, state: dict[str, Tensor]) -> bool:
-        """Write a state that memory does not take, and wait for it; that it fails is told.
+        """Write a state directly and wait for it; a failure is recorded.
 
-        Where training is not to be stopped, storage that has failed to take one is asked again after two
-        saves, then after four, and so on.
+        Where training must not wait, storage that has failed is tried again after two saves, then four, and
+        so on.
         """
         if not self._may_wait and self._skipped_saves < self._saves_to_skip:
             self._skipped_saves += 1
@@ -135,11 +135,11 @@ class AsyncCheckpointer:
         self._reports.record(SaveMetric(step, time.monotonic() - begin))
 
     def record_restored(self, generation: str) -> None:
-        """All ranks go on from this generation: what is older is needed no more."""
+        """Note that all ranks continue from this generation: older ones are not needed any more."""
         self._saves.published = generation or None
 
     def fence(self) -> None:
-        """Wait until the state may be changed again; what went wrong with the copy is told, not raised."""
+        """Wait until the state may change again; a failed copy is recorded and not raised."""
         self._listen()
         save, self._current = self._current, None
         session = self._session
@@ -148,20 +148,17 @@ class AsyncCheckpointer:
         try:
             copied = session.snapshot.fence()
             if session.link is None:
-                return  # it was told when the worker was lost
+                return  # recorded when the worker was lost
             session.link.filled(save.slot, save.key, save.stamp, list(save.levels))
         except WorkerGoneError as error:
             self._disconnect_worker(str(error))
         except SiteError as error:
             why = str(error)
             self._fail(save, "memory", why)
-            self._try(lambda: self._abandon_copy(save, why))
+            if (link := session.link) is not None:
+                self._try(lambda: link.lost(save.stamp, why))
         else:
             self._record_copy(save, copied)
-
-    def _abandon_copy(self, save: PendingSave, why: str) -> None:
-        if self._session.link is not None:
-            self._session.link.lost(save.stamp, why)
 
     def _record_copy(self, save: PendingSave, copied: CopyResult) -> None:
         self._reports.record(
@@ -176,33 +173,33 @@ class AsyncCheckpointer:
         )
 
     def save_durably(self, step: int, position: int, state: dict[str, Tensor]) -> None:
-        """Save the state of a step in the run directory and wait for it; SiteError on every rank if it fails.
+        """Save to the run directory and wait for it; SiteError on every rank if it fails.
 
-        Where it cannot go through memory, the ranks write it themselves.
+        Where it cannot go through memory, the ranks write it directly.
         """
         self._begin(step, position, state, lasting=True)
         self.fence()
-        self._listen(_SLOT_POLL_S)  # only rank 0 waits below, but the workers of all have to hear of it
+        self._listen(_SLOT_POLL_S)  # only rank 0 waits below, but every worker must hasten
         save = self._saves.newest
-        # What failed on one rank need not be waited for on the others.
+        # A save that failed on one rank is lost on all.
         lost = save is None or "memory" in save.outcomes
         is_lost = bool(self._meet(_REFUSED if lost else 0) & _REFUSED)
         if not self._control.everywhere(lambda: self._await_durable(None if is_lost else save)):
             self._write(step, position, state)
 
     def settle(self, *levels: CheckpointLevel) -> None:
-        """Wait until all that was begun has arrived at these levels, or has failed to; else at all levels."""
+        """Wait until every save has an outcome at these levels; by default at all levels."""
         self.fence()
         for save in self._saves:
             while (
                 set(save.pending_levels) & set(levels or CHECKPOINT_LEVELS) and self._session.link is not None
             ):
-                self._progress_reporter.say(save)
+                self._progress_reporter.report(save)
                 self._listen(_SLOT_POLL_S)
         self._meet(0)
 
     def close(self) -> None:
-        """Let go of worker and memory; what was filled stays the worker's to store."""
+        """Release worker and memory; the worker still stores what was filled."""
         self.fence()
         self._session.close()
         # The worker of a node serves all of its ranks.
@@ -210,14 +207,14 @@ class AsyncCheckpointer:
         self._home.close()
 
     def reset_after_failure(self) -> None:
-        """After ranks have fallen apart: they agree on everything again; what was filled is still stored."""
+        """Start over after ranks have lost each other; the worker still stores what was filled."""
         self._session.reset()
         self._current, self._seed = None, ""
         self._saves.clear()
         self._reports.clear()
 
     def release_locally(self) -> None:
-        """Close without asking anybody, after an error."""
+        """Close after an error, without the other ranks."""
         self.reset_after_failure()
         self._home.close()
 
@@ -226,7 +223,7 @@ class AsyncCheckpointer:
         return [level for level in levels if level in self._session.offered]
 
     def _prepare_worker(self, step: int, entries: dict[str, Tensor], *, may_wait: bool) -> bool:
-        """Whether every rank has a worker, slots, and a plan for this state that its worker knows."""
+        """Whether every rank has a worker with slots and a plan for this state."""
         self._listen()
         key, session = structure_key(entries), self._session
         bits, why = self._try(lambda: session.connect(may_wait=may_wait))
@@ -239,7 +236,7 @@ class AsyncCheckpointer:
             self._reports.local_ranks = [rank for rank, node in enumerate(nodes) if node == session.node]
         if not union & _NEW:
             return True
-        # A worker answers when all ranks of its node have come to it.
+        # A worker answers when all ranks of its node have asked.
         session.plan_state(entries, key)
         bits, why = self._try(self._reserve)
         union = self._meet(bits)
@@ -251,7 +248,7 @@ class AsyncCheckpointer:
         return _SINGLE if slots == 1 else 0
 
     def _try(self, action: Callable[[], int | None]) -> tuple[int, str]:
-        """What this rank has to tell the others of an attempt to talk to its worker: flags, and a problem."""
+        """Talk to the worker; return flags for the other ranks, and a problem if any."""
         try:
             return action() or 0, ""
         except WorkerGoneError as error:
@@ -261,7 +258,7 @@ class AsyncCheckpointer:
             return _REFUSED, str(error)
 
     def _give_up(self, step: int, why: str) -> bool:
-        """Tell why this rank cannot take part in a save, if it is this one; every rank comes here."""
+        """Report why this rank cannot take part in a save, if it cannot; every rank calls it."""
         if why:
             self._reports.fail(step, "memory", why)
         self._meet(0)
@@ -270,7 +267,7 @@ class AsyncCheckpointer:
     def _claim(
         self, step: int, generation: str, *, wait: bool, may_wait: bool
     ) -> int | Literal["refused", "skipped"]:
-        """A slot on every rank, or on none: what is busy is waited for or not, as the job has it."""
+        """Claim a slot on every rank or on none; whether to wait for busy ones is the job's choice."""
         slot: int | None = None
         busy = ""
         behind = "wait" if wait and self._spec.on_backlog == "skip" else self._spec.on_backlog
@@ -286,12 +283,12 @@ class AsyncCheckpointer:
             bits = (_BUSY if slot is None else 0) | (_SLOT_EXPECTED if self._saves.oldest_unfinished else 0)
             return bits | (_LATE if is_late else 0)
 
-        begin, tries, in_vain = time.monotonic(), 0, 0
+        begin, tries, fruitless_polls = time.monotonic(), 0, 0
         while True:
             bits, why = self._try(claim)
             union = self._meet(bits)
-            in_vain += not union & _SLOT_EXPECTED
-            if union & _BUSY and in_vain > _MAX_FRUITLESS_POLLS:
+            fruitless_polls += not union & _SLOT_EXPECTED
+            if union & _BUSY and fruitless_polls > _MAX_FRUITLESS_POLLS:
                 union, why = union | _REFUSED, busy
             if union & (_GONE | _REFUSED):
                 self._give_up(step, why)
@@ -304,15 +301,15 @@ class AsyncCheckpointer:
                 return "skipped"
             oldest = self._saves.oldest_unfinished
             if tries and oldest is not None and self._control.rank == 0:
-                self._progress_reporter.say(oldest)
+                self._progress_reporter.report(oldest)
             if behind == "degrade" and tries == 1 and self._session.link is not None:
                 self._try(self._session.link.degrade)
-            # The first try did not know yet what all nodes have sealed by now; the next ones wait.
+            # The first try did not know what all nodes have sealed; only the next ones wait.
             self._listen(_SLOT_POLL_S if tries else 0.0, hasten=True)
             tries += 1
 
     def _meet(self, bits: int) -> int:
-        """The union of all ranks' flags; learns what all nodes have sealed, and what failed elsewhere."""
+        """Return the union of all ranks' flags; learn what all nodes have sealed, and new failures."""
         if self._reports.has_unreported:
             bits |= _UNREPORTED
         union = self._control.union(bits | self._saves.missing_bits() << _FLAGS)
@@ -325,7 +322,7 @@ class AsyncCheckpointer:
         return union
 
     def _listen(self, wait_s: float = 0.0, *, hasten: bool = False) -> None:
-        """Take in what the worker has told; where that is waited for, it hears so."""
+        """Handle the worker's messages; `hasten` or a wait tells it that training waits."""
         link = self._session.link
         if link is None:
             return
@@ -333,13 +330,13 @@ class AsyncCheckpointer:
             if hasten or wait_s:
                 link.hasten()
             for message in link.news(wait_s):
-                self._hear(message)
-            if wait_s:  # a worker that is stopped or stuck is not waited for
+                self._handle(message)
+            if wait_s:  # gives up a worker that is stopped or stuck
                 link.prod()
         except WorkerGoneError as error:
             self._disconnect_worker(str(error))
 
-    def _hear(self, message: RankNews) -> None:
+    def _handle(self, message: RankNews) -> None:
         save = None if isinstance(message, WorkerPong) else self._saves.find(message.stamp.generation)
         if save is None:
             return
@@ -351,8 +348,8 @@ class AsyncCheckpointer:
                 save.waits_for = why
                 self._reports.stall(save.stamp.step, level, seconds, why)
             case SaveFailed(_, level, why):
-                # All ranks of the node are told the same.
-                self._fail(save, level, why, is_told=self._reports.is_speaker)
+                # All ranks of the node hear the same.
+                self._fail(save, level, why, is_reported=self._reports.is_speaker)
             case StoreResult(_, level, seconds, size_bytes) if level not in save.outcomes:
                 save.outcomes[level] = None
                 facts = dict(message.facts)
@@ -375,35 +372,35 @@ class AsyncCheckpointer:
         if session.plan is not None and session.snapshot is not None and save.key == session.key:
             self._saves.compare(save, session.snapshot.content(save.slot, save.key, session.plan.pieces))
 
-    def _fail(self, save: PendingSave, level: str, why: str, *, is_told: bool = True) -> None:
-        """This save does not reach a level; one that memory does not have reaches none."""
+    def _fail(self, save: PendingSave, level: str, why: str, *, is_reported: bool = True) -> None:
+        """Mark that a save does not reach a level; without memory it reaches none."""
         if level in save.outcomes:
             return
         for missed in [level, *(save.pending_levels if level == "memory" else [])]:
             save.outcomes[missed] = why
-        if is_told:
+        if is_reported:
             self._reports.fail(save.stamp.step, level, why)
 
     def _disconnect_worker(self, why: str) -> None:
-        """The worker is gone: what it had not stored yet is marked failed at once."""
+        """Hang up on a lost worker, and mark what it had not stored as failed."""
         self._session.disconnect()
         for save in self._saves:
             for level in save.pending_levels if save.is_sealed else ["memory"]:
                 if level == "durable" and self._is_committed(save, QUICK_ANSWER_S):
-                    save.outcomes[level] = None  # it only did not live to tell
+                    save.outcomes[level] = None  # the worker committed it and ended before it said so
                 else:
                     self._fail(save, level, why)
 
     def _await_durable(self, save: PendingSave | None) -> bool:
-        """On rank 0: wait until a save is in the run directory; whether it got there."""
+        """Wait on rank 0 until a save has an outcome in the run directory; return whether it is there."""
         if save is None:
             return False
         while "durable" in save.pending_levels and self._session.link is not None:
-            self._progress_reporter.say(save)
+            self._progress_reporter.report(save)
             self._listen(_SLOT_POLL_S)
         if save.outcomes.get("durable", "not asked for") is None:
             return True
-        # It may have been committed by a worker that did not live to tell.
+        # A worker may have committed it and ended before it said so.
         return self._is_committed(save, None)
 
     def _is_committed(self, save: PendingSave, limit_s: float | None) -> bool:
@@ -411,6 +408,6 @@ class AsyncCheckpointer:
         final = locate_draft(self._direct.root, stamp.step, stamp.attempt, bytes(16)).final
         try:
             saved = self._direct.patiently(final, lambda: read_saved_checkpoint(final), limit_s)
-        except SiteError:  # storage that does not answer proves no commit
+        except SiteError:  # storage does not answer
             return False
         return isinstance(saved, SavedCheckpoint) and saved.generation == stamp.generation

@@ -40,12 +40,7 @@ from hpcrun.runtime.quiet_exit import await_idle_threads_at_exit
 from hpcrun.runtime.random_state import rng_state, set_rng_state
 from hpcrun.runtime.restore import restore_from_plan
 from hpcrun.runtime.script_lineage import ScriptLineage, StartMode, parse_count
-from hpcrun.runtime.script_setup import (
-    build_checkpoint_spec,
-    find_own_attempt,
-    read_run_checkpoint_options,
-    resolve_run_directory,
-)
+from hpcrun.runtime.script_setup import build_checkpoint_spec, find_script_run
 from hpcrun.runtime.state_loading import StateLoader
 from hpcrun.runtime.state_tree import flatten_state, pack_tree
 from hpcrun.runtime.stderr_notes import write_stderr_line
@@ -95,8 +90,8 @@ class Checkpointer:
             memory: Slots for states in the node's memory, for each rank; 2 where neither this nor the run's
                 job says otherwise. With 0 every `save` returns only when it is stored.
             on_record: Called on rank 0 with each record that a run's metrics.jsonl would get.
-            options: Keys of a job's `checkpoint` section: keep, keep_every, local, durable, object, behind.
-                Defaults are those of the run's own job.
+            options: Keys of a job's `checkpoint` section: keep, keep_every, local, durable, object,
+                on_backlog. Defaults are those of the run's own job.
 
         Raises:
             UsageError: An option is wrong, or the directory cannot be used like this.
@@ -104,13 +99,13 @@ class Checkpointer:
         """
         await_idle_threads_at_exit()
         self._control = begin_collective_init(open_control(os.environ))
-        run, agent = resolve_run_directory(directory, os.environ)
-        self._run, section = run, read_run_checkpoint_options(run, os.environ)
+        script = find_script_run(directory, os.environ)
+        run = self._run = script.run
         slots = {} if memory is None else {"memory": memory}
-        self._spec = build_checkpoint_spec({"memory": 2} | section | slots, options)
-        if not agent:
+        self._spec = build_checkpoint_spec({"memory": 2} | script.options | slots, options)
+        if not script.has_agent:
             await_earlier_workers(run, self._control)
-        line = ScriptLineage(run, self._control, start=start, attempt=find_own_attempt(run, os.environ))
+        line = ScriptLineage(run, self._control, start=start, attempt=script.attempt)
         self._line, attempt = line, line.found.attempt
         self._direct = DirectCheckpointer(
             run.checkpoints,
@@ -119,20 +114,20 @@ class Checkpointer:
             keep=self._spec.keep,
             keep_every=self._spec.keep_every,
             durable=self._spec.durable,
+            record=self._record,
         )
         line.serve(self._direct)
         self._on_record = on_record
-        self._direct.tell = self._tell
         if self._spec.memory:
             home: AgentWorker | OwnWorker
-            if agent:
+            if script.has_agent:
                 home = AgentWorker(os.environ)
             else:
                 home = OwnWorker(run.path, self._spec, self._control, attempt)
                 self._warn_of_missing_levels()
             home.begin(self._control)
             self._async_checkpointer = AsyncCheckpointer(
-                self._spec, self._direct, self._control, home, self._tell
+                self._spec, self._direct, self._control, home, self._record
             )
 
     def __enter__(self) -> Checkpointer:
@@ -314,7 +309,7 @@ class Checkpointer:
         if self._line.may_save(step, replace=replace):
             return True
         why = "it is saved already; replace=True replaces it"
-        self._tell(SaveSkippedMetric(step, why))
+        self._record(SaveSkippedMetric(step, why))
         return False
 
     @property
@@ -334,7 +329,7 @@ class Checkpointer:
                 " with the ranks: a job of `hpcrun train` or `hpcrun submit` with checkpoint.memory has both"
             )
 
-    def _tell(self, metric: Metric) -> None:
+    def _record(self, metric: Metric) -> None:
         if self._on_record is not None:
             self._on_record(metric_as_json(metric))
         if isinstance(metric, SaveFailedMetric | SaveSkippedMetric | SaveUnchangedMetric):

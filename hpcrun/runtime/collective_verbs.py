@@ -1,7 +1,7 @@
-"""What all ranks do alike: what ends it on one rank ends it on all, with that rank's words.
+"""Collective methods, which all ranks call alike: an error of one rank ends the call on all of them.
 
-This is the one place besides the outermost frame of a rank that catches everything: whatever a rank raises
-in a method that all ranks call together, the others are waiting for it.
+Besides the outermost frame of a rank this is the only place that catches everything: whatever a rank raises
+in such a method, the others are waiting for it.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _E = TypeVar("_E", bound=HpcrunError)
 _MAX_ERROR_CHARACTERS = 2000
-"""Of an error, in characters: what one rank tells all others must be on its way at once."""
+"""The length of an error message to other ranks, which must be sent at once."""
 
 
 def rank_alarm_from_error(control: Control, error: BaseException) -> RankAlarm:
-    """A rank's own error, in its words."""
+    """Return the alarm for this rank's own error."""
     kind, text = type(error).__name__, str(error)
     words = text if isinstance(error, HpcrunError) else f"{kind}: {text}" if text else kind
     return RankAlarm(control.rank, control.node, words[:_MAX_ERROR_CHARACTERS], _current_turn(control))
 
 
 def _current_turn(control: Control) -> int:
-    """What this rank does with the others, or would do next."""
+    """Return the number of the current collective call, or of the next."""
     return control.turn if control.verb else control.turn + 1
 
 
 def is_raised_on_all(error: BaseException) -> bool:
-    """Whether every rank raises it at the same place."""
+    """Whether every rank raises this error at the same place."""
     return isinstance(error, HpcrunError) and error.raised_by == "all"
 
 
 def add_partial_load_warning(error: BaseException) -> None:
-    """Say with an error that a load has ended in its middle."""
+    """Add to an error that a load was interrupted."""
     words = "the state is partly filled and must not be used: load again, or build it anew"
     if isinstance(error, HpcrunError):
         error.args = (f"{error}; {words}",)
@@ -55,15 +55,15 @@ def add_partial_load_warning(error: BaseException) -> None:
 
 @contextmanager
 def collective(control: Control, verb: str, *, agrees: bool = True, meets: bool = True) -> Iterator[None]:
-    """All ranks do this, or none: they meet at the end, and an error of one is an error of all.
+    """Run a block on all ranks or none: they meet at its end, and an error of one is raised on all.
 
-    That all mean the same is told by the first agreement inside. Without `agrees` it waits for nobody, but
-    what it raises is told as well. Without `meets` that agreement is the last thing inside, and its end too.
+    The first agreement inside checks that all ranks are in the same call. Without `agrees` the block waits
+    for no rank, but its errors are sent as well. Without `meets` that agreement also ends the block.
     """
     if control.verb:  # a part of what all do already
         yield
         return
-    control.verb, control.is_unproved = verb, agrees
+    control.verb, control.is_unverified = verb, agrees
     control.turn += agrees
     try:
         yield
@@ -77,23 +77,23 @@ def collective(control: Control, verb: str, *, agrees: bool = True, meets: bool 
             control.reset_after_alarm()
         raise
     finally:
-        control.verb, control.is_unproved = "", False
+        control.verb, control.is_unverified = "", False
 
 
 class CollectiveObject(Protocol):
-    """Something that ranks use together."""
+    """An object that ranks use together."""
 
     _control: Control
 
     def _failed(self, error: BaseException) -> None:
-        """A method has ended with this; unless `is_raised_on_all`, ranks are no longer at the same place."""
+        """Handle an error of a method; unless `is_raised_on_all`, the ranks are at different places."""
 
     def _let_go(self) -> None:
-        """Of all that was opened, asking no other rank."""
+        """Release everything, without the other ranks."""
 
 
 def collective_method(verb: str, *, agrees: bool = True, meets: bool = True) -> Callable[[_F], _F]:
-    """A method that all ranks call alike."""
+    """Decorate a method that all ranks call alike."""
 
     def decorate(method: _F) -> _F:
         @functools.wraps(method)
@@ -112,13 +112,13 @@ def collective_method(verb: str, *, agrees: bool = True, meets: bool = True) -> 
 
 
 def begin_collective_init(control: Control) -> Control:
-    """What is about to be opened over this control is opened by all ranks together; see `opened`."""
+    """Begin the collective construction of an object over this control; see `collective_init`."""
     control.verb = "Checkpointer()"
     return control
 
 
 def collective_init(init: _F) -> _F:
-    """An `__init__` that all ranks call alike, and which first of all sets the control."""
+    """Decorate an `__init__` that all ranks call alike, and that sets `_control` first."""
 
     @functools.wraps(init)
     def call(self: CollectiveObject, *words: Any, **options: Any) -> None:
@@ -140,11 +140,11 @@ def collective_init(init: _F) -> _F:
 
 
 _open_controls: weakref.WeakSet[Control] = weakref.WeakSet()
-"""A rank that ends before it has left says so to those that wait for it."""
+"""Controls of ranks that have not left; at exit they alert the ranks that wait."""
 
 
 def leave_collectives(control: Control, error: BaseException | None = None) -> None:
-    """This rank takes part in nothing more; with an error, the others hear of that."""
+    """Take part in no further calls; an error is sent to the other ranks."""
     _open_controls.discard(control)
     if error is not None and getattr(error, "raised_by", "one") == "one":
         control.broadcast_alarm(rank_alarm_from_error(control, error))

@@ -47,7 +47,7 @@ class Control(ABC):
     """The nodes, in the order of their first ranks."""
     verb = ""
     """The collective call that all ranks are in; empty for none."""
-    is_unproved = False
+    is_unverified = False
     """Whether the ranks have yet to confirm that they are in the same call."""
     turn = 0
     """How many collective calls the ranks have begun since they last started over."""
@@ -85,9 +85,9 @@ class Control(ABC):
 
     def union(self, bits: int) -> int:
         """Return the union of up to 56 bits of all ranks; slower than `agree` where there is no MPI."""
-        if not self.is_unproved:
+        if not self.is_unverified:
             return self._union(bits)
-        self.is_unproved = False
+        self.is_unverified = False
         code, most = COLLECTIVE_VERBS.index(self.verb) + 1, (1 << _VERB_BITS) - 1
         # With the complement included, no two verbs make the union that one of them makes alone.
         union = self._union(bits | (code | (most & ~code) << _VERB_BITS) << _VERB_AT)
@@ -105,7 +105,7 @@ class Control(ABC):
 
     def _check_same_verb(self) -> None:
         """Call before any other kind of message: ranks in different calls exchange different kinds."""
-        if self.is_unproved:
+        if self.is_unverified:
             self.union(0)
 
     def broadcast_alarm(self, alarm: RankAlarm) -> None:  # noqa: B027 - a lone process has nobody to tell

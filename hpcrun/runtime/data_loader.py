@@ -132,7 +132,7 @@ def _read_text(corpus: Corpus) -> npt.NDArray[Any]:
 def _changed(corpus: Corpus, file: CorpusFile) -> UsageError:
     return UsageError(
         f"{corpus.root / file.path}: is no longer {file.size_bytes} bytes, it changed while the job was "
-        "starting; start again when nobody writes to it"
+        "starting; start again when no process writes to it"
     )
 
 

@@ -44,6 +44,7 @@ from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.mounts import find_mount
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.data_files import DataFileWriter, PartResult
+from hpcrun.runtime.pending_save import MetricWriter
 from hpcrun.runtime.random_state import rng_state, set_rng_state
 from hpcrun.runtime.rank_alarm import mark_raised_on_all
 from hpcrun.runtime.resharding import WritePlan, fill_from_chunks, plan_write, structure_key
@@ -52,7 +53,7 @@ from hpcrun.runtime.stderr_notes import write_stderr_line
 from hpcrun.runtime.storage_wait import wait_for_storage
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.descent import descent_after
-from hpcrun.specs.metrics import Metric, SaveStalledMetric
+from hpcrun.specs.metrics import SaveStalledMetric
 from hpcrun.specs.saves import (
     SavedCheckpoint,
     UnreadableCheckpoint,
@@ -99,8 +100,9 @@ class DirectCheckpointer:
         keep: int,
         keep_every: int = 0,
         durable: DurableSpec | None = None,
+        record: MetricWriter = lambda _metric: None,
     ) -> None:
-        """`durable`: the layout of files, on a file system where it can be set."""
+        """`durable`: the layout of files, where it can be set; `record`: writes metrics, on rank 0."""
         # `descent` says what this start resumed from; its saves record it.
         self.root, self.attempt, self.descent = checkpoints, attempt, ""
         self._files = DataFileWriter(checkpoints, durable or DurableSpec(), control)
@@ -109,8 +111,7 @@ class DirectCheckpointer:
         self._damaged: dict[Path, _RestoreProblem] = {}
         self._opened: dict[Path, GenerationReader] = {}
         self._mount, self._step = find_mount(checkpoints).words, 0
-        self.tell: Callable[[Metric], None] | None = None
-        """Takes, on rank 0, lines for metrics.jsonl."""
+        self._record = record
         self.is_partly_filled = False
         """Whether a load has begun to fill the state and has not finished."""
         self.avoided: frozenset[str] = frozenset()
@@ -131,8 +132,8 @@ class DirectCheckpointer:
         where = f"rank {self._control.rank} on {self._control.node}"
         why = f"{where} waits for {path}: no answer for {seconds:.0f} s"
         write_stderr_line(why)
-        if self._control.rank == 0 and self.tell is not None:
-            self.tell(SaveStalledMetric(self._step, "durable", seconds, why))
+        if self._control.rank == 0:
+            self._record(SaveStalledMetric(self._step, "durable", seconds, why))
 
     def save(
         self,
@@ -276,7 +277,7 @@ class DirectCheckpointer:
                 source = opened.enter_context(self._open(saved))
                 entries = select(str(saved.path), saved.world_size, source)
                 if prove_first:
-                    fill_from_chunks(source, entries, only_prove=True)
+                    fill_from_chunks(source, entries, only_verify=True)
                 return source, entries
 
             ready = self._attempt(saved, look)
@@ -308,10 +309,10 @@ class DirectCheckpointer:
         damages = [problem for problem in problems if problem[1] == "damaged"]
         for _, _, text, chunk in damages[:_MAX_CONFIRMED_DAMAGES]:
             if self._control.everywhere(functools.partial(self._is_damaged, saved, chunk)):
-                return _RestoreProblem(text, is_proved=True)
+                return _RestoreProblem(text, is_confirmed=True)
         where = f"rank {rank}: " if rank else ""
         note = "; rank 0 finds nothing wrong with it there" if damages else ""
-        return _RestoreProblem(f"{where}{text}{note}", is_proved=False, is_damage=kind != "unreadable")
+        return _RestoreProblem(f"{where}{text}{note}", is_confirmed=False, is_damage=kind != "unreadable")
 
     def _is_damaged(self, saved: SavedCheckpoint, chunk: list[Any] | None) -> bool:
         """Whether rank 0 sees the damage that another rank has reported, of a chunk or of the whole."""
@@ -405,7 +406,7 @@ class DirectCheckpointer:
         """Apply the cheap checks, up to three times where something is not visible yet."""
         for _ in range(_READ_TRIES):
             problem = self._problem_of(saved)
-            if problem is None or problem.is_proved or not saved.path.exists():
+            if problem is None or problem.is_confirmed or not saved.path.exists():
                 return problem
             time.sleep(_PAUSE_S)
             saved = read_saved_checkpoint(saved.path) or saved
@@ -414,15 +415,17 @@ class DirectCheckpointer:
     def _problem_of(self, saved: SavedCheckpoint | UnreadableCheckpoint) -> _RestoreProblem | None:
         """Check record, manifest, sizes, and the beginnings of all parts."""
         if isinstance(saved, UnreadableCheckpoint):
-            return _RestoreProblem(f"{saved.path}: is damaged: {saved.problem}", is_proved=saved.is_seen)
+            return _RestoreProblem(f"{saved.path}: is damaged: {saved.problem}", is_confirmed=saved.is_seen)
         try:
             # A load that follows need not read the manifest again.
             self._opened = {saved.path: GenerationReader(saved)}
         except DamagedError as error:
             words = f"{saved.path}: is damaged: {str(error).removeprefix(f'{saved.path}/')}"
-            return _RestoreProblem(words, is_proved=not isinstance(error, MissingFileError))
+            return _RestoreProblem(words, is_confirmed=not isinstance(error, MissingFileError))
         except OSError as error:
-            return _RestoreProblem(f"{saved.path}: cannot be read: {error}", is_proved=False, is_damage=False)
+            return _RestoreProblem(
+                f"{saved.path}: cannot be read: {error}", is_confirmed=False, is_damage=False
+            )
         return None
 
     def _quarantine_damaged(self) -> list[str]:
@@ -433,7 +436,7 @@ class DirectCheckpointer:
         passed_over = []
         for path, problem in list(self._damaged.items()):
             stays = ""
-            if problem.is_proved:
+            if problem.is_confirmed:
                 try:
                     if self.root.stat().st_uid != os.geteuid():
                         raise PermissionError(errno.EPERM, "the directory is another user's")
@@ -462,7 +465,7 @@ class _RestoreProblem:
     """Why a save is passed over."""
 
     text: str
-    is_proved: bool
+    is_confirmed: bool
     """Whether its bytes are wrong, as rank 0 sees too, and not only unreachable for now."""
     is_damage: bool = True
     """Whether parts on other nodes might complete it."""

@@ -1,4 +1,4 @@
-"""Tensors from one type into another, with account of every value that this changes."""
+"""Casts tensors to other types and counts the values that change."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor
 from hpcrun.errors import UsageError
 
 _BLOCK = 1 << 24
-"""Elements that are compared at a time, so that the copies for it stay small."""
+"""Elements compared at a time, which limits the size of copies."""
 _WIDER = {"float16": "bfloat16", "bfloat16": "float32", "float32": "float64"}
 
 
 @dataclass
 class CastSummary:
-    """What became of the tensors of one type in another."""
+    """Counts for all tensors cast from one type to another."""
 
     source: str
     target: str
     tensors: int = 0
     values: int = 0
     rounded: int = 0
-    """Values that are not the same any more."""
+    """Values that have changed."""
     zeroed: int = 0
-    """Of these, values that were not zero and are now."""
+    """Of these, values that have become zero."""
     first: str = ""
     """A tensor with rounded values."""
 
@@ -40,26 +40,26 @@ class CastSummary:
 
 
 class DtypeCaster:
-    """Casts tensors for one reading or writing, and counts."""
+    """Casts tensors for one import or export, and counts."""
 
     def __init__(self, option: str, *, may_round: bool) -> None:
-        """`option` is what asks for a type; without `may_round` a value that would change is refused."""
+        """`option`: to name in errors; without `may_round` a value that would change is refused."""
         self._option, self._may_round = option, may_round
         self._found: dict[tuple[str, str], CastSummary] = {}
 
     def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """In the type; UsageError where a number is too large for it, or is rounded and may not be."""
+        """Cast to a type; UsageError where a value is too large for it, or would be rounded and may not."""
         if tensor.dtype == dtype:
             return tensor
         source, target = _name(tensor.dtype), _name(dtype)
         cast = self._found.setdefault((source, target), CastSummary(source, target))
         cast.tensors += 1
         cast.values += tensor.numel()
-        told = tensor.to(dtype)
+        cast_tensor = tensor.to(dtype)
         if torch.promote_types(tensor.dtype, dtype) == dtype:
-            return told
+            return cast_tensor
         rounded = 0
-        for before, after in zip(_blocks(tensor), _blocks(told), strict=True):
+        for before, after in zip(_blocks(tensor), _blocks(cast_tensor), strict=True):
             lost = torch.isinf(after) & torch.isfinite(before)
             if lost.any():
                 largest = float(before[lost].abs().max())
@@ -77,14 +77,14 @@ class DtypeCaster:
             )
         cast.first = cast.first or (name if rounded else "")
         cast.rounded += rounded
-        return told
+        return cast_tensor
 
     def all(self) -> list[CastSummary]:
-        """One for each pair of types."""
+        """Return the counts, one for each pair of types."""
         return list(self._found.values())
 
     def as_json(self) -> list[dict[str, Any]]:
-        """For a program to read."""
+        """Return the counts as JSON values."""
         return [asdict(cast) for cast in self._found.values()]
 
 

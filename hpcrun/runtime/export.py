@@ -68,7 +68,7 @@ def export_hf(
     """
     spec = load_run_job(run).spec.model
     if spec is None:
-        raise UsageError(f"{run.id}: has no model of ours, only a command; there is nothing to export")
+        raise UsageError(f"{run.id}: runs a command and has no model; there is nothing to export")
     base = read_base_model(run.path)
     types = _requested_dtypes(run, dtype, base)
     shapes = {f"model.{name}": shape for name, shape in parameter_shapes(spec).items()}
@@ -79,8 +79,8 @@ def export_hf(
             short = name.removeprefix("model.")
             yield short, casts.cast(name, tensor, types.get(short, types.get("", tensor.dtype)))
 
-    written = write_hf(spec, tensors(), directory, max_shard_bytes=shard_bytes, base=base)
-    return ExportSummary(tuple(casts.all()), written.carried, written.notes)
+    carried, notes = write_hf(spec, tensors(), directory, max_shard_bytes=shard_bytes, base=base)
+    return ExportSummary(tuple(casts.all()), carried, notes)
 
 
 def _requested_dtypes(run: RunDir, dtype: str | None, base: HfBaseModel | None) -> dict[str, torch.dtype]:

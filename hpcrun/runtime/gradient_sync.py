@@ -1,7 +1,7 @@
-"""Gradients summed over full replicas while the backward still runs.
+"""Sums gradients over full replicas while backward still runs.
 
-FSDP can do this too (a shard axis of one), but waits for every bucket on devices without streams; DDP wraps a
-whole module, which neither a pipeline stage nor a tensor-parallel parameter is.
+FSDP can do this too (a shard axis of one), but waits for every bucket on devices without streams; DDP wraps
+whole modules, and cannot wrap a pipeline stage or a tensor-parallel parameter.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FIRST_BUCKET_BYTES, MAX_BUCKET_BYTES = 1 << 20, 32 << 20
 
 
 class ReplicaReducer:
-    """Sends a bucket of gradients on its way as soon as the last of them is there."""
+    """Starts the all-reduce of a bucket of gradients as soon as its last one is ready."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._group = group
-        # The backward makes gradients roughly from the last parameter to the first.
+        # Backward produces gradients roughly from the last parameter to the first.
         self._buckets = [_Bucket(part) for part in _pack_buckets(list(parameters)[::-1])]
         self._armed = False
         for bucket in self._buckets:
@@ -35,11 +35,11 @@ class ReplicaReducer:
                 parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def arm(self, on: bool) -> None:
-        """Whether the gradients of the coming backward are final: those of a step's last microbatch are."""
+        """Set whether the next backward is of a step's last microbatch, so that its gradients are final."""
         self._armed = on
 
     def finish(self) -> None:
-        """Send what has not left yet, wait for all, and put the sums into `.grad`."""
+        """Send the remaining buckets, wait for all, and put the sums into `.grad`."""
         for bucket in self._buckets:
             if bucket.work is None:
                 bucket.send(self._group)

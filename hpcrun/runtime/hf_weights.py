@@ -7,7 +7,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +41,6 @@ _ENTRY_BYTES = 192
 """Most that the header of a safetensors file needs for one tensor of ours; a multiple of 8."""
 
 
-@dataclass(frozen=True)
-class HFExportSummary:
-    """What to report of an export besides its files."""
-
-    carried: CarriedFiles
-    notes: tuple[str, ...]
-
-
 class HFWeights:
     """The tensors of a directory made by save_pretrained or write_hf, under our names, read on demand.
 
@@ -78,25 +69,21 @@ class HFWeights:
         expected, there = parameter_shapes(spec), self.layout.tensors
         if spec.tied and "lm_head.weight" in there:
             expected["lm_head.weight"] = expected[canonical_name(spec, "lm_head.weight")]
+        lacking = [name for name in expected if name not in there]
+        unexpected = [name for name in there if name not in expected]
+        other_shapes = [
+            f"{name} {list(there[name].shape)} instead of {list(shape)}"
+            for name, shape in expected.items()
+            if name in there and there[name].shape != shape
+        ]
+        untrainable = [
+            f"{name} ({tensor.dtype})" for name, tensor in there.items() if tensor.dtype not in FLOAT_DTYPES
+        ]
         complaints = [
-            _summarise_items("lacks", [name for name in expected if name not in there]),
-            _summarise_items("has unexpected", [name for name in there if name not in expected]),
-            _summarise_items(
-                "has in another shape",
-                [
-                    f"{name} {list(there[name].shape)} instead of {list(shape)}"
-                    for name, shape in expected.items()
-                    if name in there and there[name].shape != shape
-                ],
-            ),
-            _summarise_items(
-                "has, in a type that cannot be trained,",
-                [
-                    f"{name} ({tensor.dtype})"
-                    for name, tensor in there.items()
-                    if tensor.dtype not in FLOAT_DTYPES
-                ],
-            ),
+            _summarise_items("lacks", lacking),
+            _summarise_items("has unexpected", unexpected),
+            _summarise_items("has in another shape", other_shapes),
+            _summarise_items("has, in a type that cannot be trained,", untrainable),
         ]
         if any(complaints):
             remedy = "use sizes that fit, or model.hf, which takes them from its config.json"
@@ -112,7 +99,7 @@ class HFWeights:
         try:
             config = read_hf_config(self.directory)
         except FileNotFoundError:
-            return [*notes, f"there is no {HF_CONFIG_FILE} beside the weights to hold the model against"]
+            return [*notes, f"there is no {HF_CONFIG_FILE} beside the weights to compare the model with"]
         except ValueError as error:
             return [*notes, str(error)]
         if note := dtype_mismatch_note(config, self.layout):
@@ -158,11 +145,12 @@ def write_hf(
     max_shard_bytes: int = 5_000_000_000,
     *,
     base: HfBaseModel | None = None,
-) -> HFExportSummary:
+) -> tuple[CarriedFiles, tuple[str, ...]]:
     """Write config.json and the tensors, given whole and under our names, as save_pretrained would.
 
     Adds the files that `base` carries, and SHA256SUMS of all files. At most one tensor is in memory at a
     time. The directory appears complete or not at all.
+    Returns the carried files and notes on the export.
     UsageError if it already holds something, SiteError if it cannot be written, ValueError for tensors of
     another model.
     """
@@ -175,7 +163,7 @@ def write_hf(
         _write_json(aside / HF_CONFIG_FILE, config)
         write_sha256sums(aside)
         _finish(aside)
-    return HFExportSummary(carried, tuple(notes))
+    return carried, tuple(notes)
 
 
 def _one_dtype(sizes: Counter[torch.dtype], base: HfBaseModel | None) -> str:
@@ -189,8 +177,8 @@ def _one_dtype(sizes: Counter[torch.dtype], base: HfBaseModel | None) -> str:
 
 def _summarise_items(what: str, items: list[str]) -> str:
     """`lacks a, b, c and 4 more`, or nothing for no items."""
-    more = f" and {len(items) - 3} more" if len(items) > 3 else ""
-    return f"{what} {', '.join(items[:3])}{more}" if items else ""
+    rest = f" and {len(items) - 3} more" if len(items) > 3 else ""
+    return f"{what} {', '.join(items[:3])}{rest}" if items else ""
 
 
 def _tensors_to_store(

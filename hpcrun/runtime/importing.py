@@ -60,7 +60,7 @@ def detect_source_format(source: Path) -> str:
     """Return `hpcrun`, `dcp` or `hf`, by the files in a directory; UsageError for anything else."""
     if not source.is_dir():
         raise UsageError(
-            f"{source}: is no directory; give one that `ckpt export`, torch or transformers made"
+            f"{source}: is not a directory; give one that `ckpt export`, torch or transformers made"
         )
     saved = read_saved_checkpoint(source)
     if isinstance(saved, SavedCheckpoint) or (saved is not None and (source / COMMIT_RECORD).exists()):
@@ -72,7 +72,7 @@ def detect_source_format(source: Path) -> str:
     if find_pickled_weights(source):
         raise UsageError(f"{source}: has no safetensors; {conversion_advice(source)}")
     raise UsageError(
-        f"{source}: is nothing that can be imported; known by {COMMIT_RECORD} (hpcrun), {METADATA_FILE}"
+        f"{source}: cannot be imported: it has none of {COMMIT_RECORD} (hpcrun), {METADATA_FILE}"
         f" (torch's distributed checkpoint), {SAFETENSORS_FILE} or {SAFETENSORS_INDEX_FILE} (Hugging Face)"
     )
 
@@ -117,7 +117,9 @@ def import_dcp(
     if number is None:
         raise UsageError(f"{source}: does not say of which step it is; give --step N")
     if checkpoint.others:
-        raise UsageError(f"{source}: also holds {checkpoint.others[0]}, which is no tensor; save it without")
+        raise UsageError(
+            f"{source}: also holds {checkpoint.others[0]}, which is not a tensor; save it without"
+        )
     shapes = checkpoint.shapes()
     needed = sum(math.prod(shape) * checkpoint.dtype(name).itemsize for name, shape in shapes.items())
     if needed > sum(path.stat().st_size for path in source.iterdir()):
@@ -201,7 +203,7 @@ class _ImportedState:
 
 @dataclass(frozen=True)
 class _ExportNote:
-    """What an export of ours says beside torch's files; other fields are ignored."""
+    """What an export of ours says next to torch's files; other fields are ignored."""
 
     step: int
     position: int
@@ -232,11 +234,11 @@ def _check_state(
     """UsageError unless a state holds just the job's tensors, each in its shape and type."""
     model = job.model
     if model is None:
-        raise UsageError("the job is a command and no model of ours; there is nothing to import into it")
+        raise UsageError("the job runs a command and has no model; no state can be imported into it")
     there = {name: shape for name, shape in shapes.items() if not name.startswith("rng.")}
     for name in shapes.keys() - there.keys():
         if dtype_of(name) != "uint8" or len(shapes[name]) != 1:
-            raise UsageError(f"{source}: {name} is no random state; export or save it again")
+            raise UsageError(f"{source}: {name} is not a random state; export or save it again")
     expected, dtype = state_shapes(model), job.train.kept_dtype
     for complaint, names in (
         ("lacks", [name for name in expected if name not in there]),
@@ -246,10 +248,10 @@ def _check_state(
     ):
         if not names:
             continue
-        first, more = names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""
+        first, rest = names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""
         what = f": {list(there[first])} instead of {list(expected[first])}" if "shape" in complaint else ""
         what = f": {dtype_of(first)} instead of {dtype}" if "type" in complaint else what
-        raise UsageError(f"{source}: {complaint} {first}{more}{what}; import a state of this job's model")
+        raise UsageError(f"{source}: {complaint} {first}{rest}{what}; import a state of this job's model")
 
 
 def _write_state(state: _ImportedState, checkpoints: Path, progress: _Progress) -> SavedCheckpoint:

@@ -1,4 +1,4 @@
-"""What a run begins with where it has no save: weights of Hugging Face, proved and put on record."""
+"""Verifies and records the Hugging Face weights that a run begins with."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hpcrun.typed_json import parse_typed
 
 
 def adopt_initial_weights(spec: ModelSpec, run: RunDir, control: Control, kept: str) -> WeightsMetric:
-    """Hold the files of `model.weights` against hashes beside them, all ranks together, and keep its others.
+    """Verify the files of `model.weights` by their hashes, all ranks together, and keep its other files.
 
-    Gives what there is to say: where they are from, their types, and what config.json and tensors disagree
-    about. UsageError on every rank where a file is another one.
+    Returns the record of their origin and types, with notes where config.json and tensors differ. UsageError
+    on every rank where a hash does not match.
     """
     assert spec.weights is not None
     directory, problem, is_hashed = Path(spec.weights), None, False
@@ -29,7 +29,7 @@ def adopt_initial_weights(spec: ModelSpec, run: RunDir, control: Control, kept: 
         is_hashed = check_sha256sums(directory, share=control.rank, shares=control.size)
     except (UsageError, OSError) as error:
         problem = str(error)
-    problems = [found for found in control.allgather(problem) if found is not None]
+    problems = [text for text in control.allgather(problem) if text is not None]
     if problems:
         raise UsageError(f"model.weights: {problems[0]}")
 

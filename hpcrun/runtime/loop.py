@@ -1,4 +1,4 @@
-"""The training loop: batches in, steps, metrics, evaluation, saves, and leaving when asked to."""
+"""The training loop: steps, metrics, evaluation, saves, and stopping on request."""
 
 from __future__ import annotations
 
@@ -69,16 +69,20 @@ class Trainer:
         self._source, self._requests, self._observer = source, requests, observer
         self._model = ShardedModel(job.model, plan, job.train, device, control.rank)
         spec = job.checkpoint
-        keep: dict[str, int] = {"keep": spec.keep, "keep_every": spec.keep_every}
         self._checkpoints = DirectCheckpointer(
-            attempt.run.checkpoints, control, attempt=attempt.number, durable=spec.durable, **keep
+            attempt.run.checkpoints,
+            control,
+            attempt=attempt.number,
+            keep=spec.keep,
+            keep_every=spec.keep_every,
+            durable=spec.durable,
+            record=self._record,
         )
-        self._checkpoints.tell = self._tell
         self._async_checkpointer: AsyncCheckpointer | None = None
         if spec.memory:
             home = find_worker(os.environ, attempt.run.path, spec, control, attempt.number)
             home.begin(control)
-            self._async_checkpointer = AsyncCheckpointer(spec, self._checkpoints, control, home, self._tell)
+            self._async_checkpointer = AsyncCheckpointer(spec, self._checkpoints, control, home, self._record)
         is_auto = spec.every == "auto" and control.rank == 0
         self._auto = AutoInterval(len(control.nodes), time.monotonic()) if is_auto else None
         self._deferred_metrics: list[Metric] | None = None
@@ -94,11 +98,11 @@ class Trainer:
 
     @property
     def coordinate(self) -> dict[str, int]:
-        """Where torch's mesh has this rank."""
+        """This rank's coordinate in torch's mesh."""
         return self._model.mesh.seen()
 
     def run(self) -> dict[str, Any]:
-        """Train; the result says how it ended, at which step, with which losses."""
+        """Train; return how it ended, at which step, with which losses."""
         start, position = self._restore()
         self._first_step = start + 1
         steps, every = self._job.train.steps, self._job.train.eval.every
@@ -109,27 +113,27 @@ class Trainer:
             result["eval_loss_before"], _ = self._evaluate(0)
         self._profiler.step(start)
         if 0 < start == steps and self._saved_step != start and self._job.checkpoint.at_end:
-            self._save(start, position, ends=True, asked=False)
+            self._save(start, position, ends=True, requested=False)
         with self._batches(position) as batches, self._profiler:
             for step in range(start + 1, steps + 1):
-                loss, asked = self._step(step, batches)
+                loss, requests = self._step(step, batches)
                 self._requests.has_begun()
                 result |= {"step": step, "loss": loss}
                 last = step == steps
                 if every and step % every == 0 and not last:
-                    asked |= self._evaluate(step)[1]
+                    requests |= self._evaluate(step)[1]
                 every_steps = self._job.checkpoint.every_steps
                 due = every_steps and step % every_steps == 0
-                ends = last or bool(asked & _STOP)
-                if asked or due or (last and self._job.checkpoint.at_end):
-                    self._save(step, batches.position, ends=ends, asked=bool(asked))
-                if asked & _STOP and not last:
+                ends = last or bool(requests & _STOP)
+                if requests or due or (last and self._job.checkpoint.at_end):
+                    self._save(step, batches.position, ends=ends, requested=bool(requests))
+                if requests & _STOP and not last:
                     self._finish_saves()
                     return result | {"status": "saved"}
         self._finish_saves()
-        result["eval_loss_after"], asked = self._evaluate(steps)
-        if asked & _STOP and self._saved_step == steps:
-            # Whoever goes on with the run evaluates what is saved.
+        result["eval_loss_after"], requests = self._evaluate(steps)
+        if requests & _STOP and self._saved_step == steps:
+            # The next attempt evaluates what is saved.
             return result | {"status": "saved"}
         progress(steps, "end")
         return result
@@ -150,7 +154,7 @@ class Trainer:
             rounds=plan.grad_accum if plan.is_uneven else None,
         )
 
-    def _asked(self) -> int:
+    def _pending_requests(self) -> int:
         is_due = self._auto is not None and self._auto.is_due(time.monotonic())
         return (_SAVE if self._requests.save or is_due else 0) | (_STOP if self._requests.stop else 0)
 
@@ -162,11 +166,11 @@ class Trainer:
             model = self._job.model
             if model is not None and model.weights is not None:
                 kept = self._job.train.kept_dtype
-                found = adopt_initial_weights(model, self._files.run, self._control, kept)
-                self._write(found)
+                origin = adopt_initial_weights(model, self._files.run, self._control, kept)
+                self._write(origin)
             return 0, 0
         optimizer.loaded(restored.step)
-        # What came out of memory alone is yet to be saved for good.
+        # A state that came from memory alone is not saved durably yet.
         self._saved_step = restored.step if restored.saved is not None else 0
         if self._async_checkpointer is not None:
             self._async_checkpointer.record_restored(restored.generation)
@@ -174,8 +178,8 @@ class Trainer:
         self._write(RestoreMetric(restored.step, seconds, passed_over, restored.lost_steps))
         return restored.step, restored.position
 
-    def _save(self, step: int, position: int, *, ends: bool, asked: bool) -> None:
-        # Whoever asked for a save, on whichever rank, gets this one.
+    def _save(self, step: int, position: int, *, ends: bool, requested: bool) -> None:
+        # This save answers the request for one, whichever rank received it.
         self._requests.save = False
         if self._auto is not None:
             self._auto.saved(time.monotonic())
@@ -188,18 +192,18 @@ class Trainer:
             self._write(SaveMetric(step, time.monotonic() - begin))
         elif ends:
             self._async_checkpointer.save_durably(step, position, state)
-        elif not self._async_checkpointer.save(step, position, state, lasting=asked):
+        elif not self._async_checkpointer.save(step, position, state, lasting=requested):
             return
         self._saved_step = step
 
     def _finish_saves(self) -> None:
-        """Before the ranks end: what was begun is in the run directory, or was told to have failed."""
+        """Wait until every save is in the run directory, or is recorded as failed; then close."""
         if self._async_checkpointer is not None:
             self._async_checkpointer.settle("durable")
             self._async_checkpointer.close()
 
-    def _tell(self, metric: Metric) -> None:
-        """Write a line; one that comes up within a step after that step's own, which has its time in it."""
+    def _record(self, metric: Metric) -> None:
+        """Write a metric; during a step, after the metric of that step, whose time includes its cause."""
         if self._deferred_metrics is None:
             self._write(metric)
         else:
@@ -212,7 +216,7 @@ class Trainer:
         self._clock[part] = time.perf_counter() - begin
 
     def _step(self, step: int, batches: Batches) -> tuple[float, int]:
-        """One step; returns the loss and what any rank was asked for before it."""
+        """Do one step; return the loss, and the requests that any rank had before it."""
         compiles = self._job.train.compile and step == self._first_step
         progress(step, "compile" if compiles else "step")
         self._speed.step(step)
@@ -223,8 +227,8 @@ class Trainer:
         with self._timed("forward_backward"):
             share = self._model.forward_backward(inputs, targets)
             self._device.synchronize()
-        # As late as it can be on its way while the step goes on, so that agreeing costs no waiting.
-        asked = self._control.start_agreeing(self._asked())
+        # As late as the exchange still overlaps with the rest of the step and costs no waiting.
+        finish_agreeing = self._control.start_agreeing(self._pending_requests())
         with self._timed("reduce"):
             loss, norm, squares = self._model.totals(share)
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -237,7 +241,7 @@ class Trainer:
             self._model.optimizer.step(lr, norm)
             self._device.synchronize()
         with self._timed("agree"):
-            agreed = asked()
+            agreed = finish_agreeing()
         self._profiler.step(step)
         self._record_step(step, loss, norm, lr, time.perf_counter() - begin)
         deferred, self._deferred_metrics = self._deferred_metrics, None
@@ -286,14 +290,14 @@ class Trainer:
         )
 
     def _evaluate(self, step: int) -> tuple[float | None, int]:
-        """Mean loss over held-out sequences, the same ones at every call and on every layout.
+        """Return the mean loss over held-out sequences, the same ones at every call and on every layout.
 
-        And what any rank was asked for meanwhile; a stop breaks it off, without a loss.
+        Also returns the requests that any rank has had meanwhile; a stop ends it early, without a loss.
         """
-        plan, wanted, model = self._plan, self._job.train.eval.sequences, self._job.model
+        plan, limit, model = self._plan, self._job.train.eval.sequences, self._job.model
         assert model is not None
         available = self._source.corpus.eval_sequences
-        rounds = min(available, wanted or available) // plan.gbs
+        rounds = min(available, limit or available) // plan.gbs
         if rounds == 0:
             return None, 0
         batches = eval_batches(
@@ -308,17 +312,17 @@ class Trainer:
         )
         progress(step, "eval")
         begin = time.perf_counter()
-        shares, asked = list[Tensor](), 0
+        shares, requests = list[Tensor](), 0
         for inputs, targets in batches:
-            answer = self._control.start_agreeing(self._asked())
+            answer = self._control.start_agreeing(self._pending_requests())
             shares.append(self._model.evaluate(inputs, targets))
-            asked |= answer()
-            if asked & _STOP:
-                return None, asked
+            requests |= answer()
+            if requests & _STOP:
+                return None, requests
         total = sum(shares)
         assert isinstance(total, Tensor)
         (loss,) = sum_over_ranks([total / rounds], self._device.torch_device)
         seconds = time.perf_counter() - begin
         finite_loss = loss if math.isfinite(loss) else None
         self._write(EvalMetric(step, finite_loss, rounds * plan.gbs, seconds))
-        return loss, asked
+        return loss, requests

@@ -160,7 +160,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A whole model, or the stage of it that holds `layers`, which keep their global numbers in all names.
 
-    Its weights are arbitrary until `initialise` or a checkpoint fills them.
+    Its weights are arbitrary until they are initialised or loaded.
     """
 
     seq_shards: int = 1
@@ -205,7 +205,7 @@ class Decoder(nn.Module):
     def tie_weights(self) -> None:
         """Let the head use the embedding's parameter if the model is tied and both are here.
 
-        Whoever replaces parameters (tensor parallelism does) calls this again afterwards.
+        Call it again after parameters were replaced, as tensor parallelism does.
         """
         if self.spec.tied and self.embed_tokens is not None and self.lm_head is not None:
             self.lm_head.weight = self.embed_tokens.weight

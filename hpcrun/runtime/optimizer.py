@@ -15,7 +15,7 @@ from hpcrun.specs.plan import Plan
 
 
 def learning_rate(train: TrainSpec, gbs: int, step: int) -> float:
-    """Learning rate of a step, counted from 1: linear warm-up, then cosine, WSD or constant.
+    """Return the learning rate of a step, counted from 1: linear warm-up, then cosine, WSD or constant.
 
     `lr_scaling` multiplies by gbs / base_gbs (linear) or its square root (for Adam's noise scale).
     """
@@ -36,15 +36,15 @@ def learning_rate(train: TrainSpec, gbs: int, step: int) -> float:
 
 
 def learning_rate_of_step(job: JobSpec, plan: Plan, step: int) -> float:
-    """Learning rate of a step of a job by a plan of it, which may have fewer replicas and a smaller batch."""
-    # lr_scaling goes by the batch that the job names; what is missing of it for now is elastic's matter.
+    """Return the learning rate of a step under a plan, which may have a smaller batch than the job."""
+    # lr_scaling uses the batch of the job; `elastic` decides about one that is smaller for now.
     whole = job.train.gbs or plan.gbs
     rate = learning_rate(job.train, whole, step)
     return rate if job.elastic is None or plan.gbs == whole else rate * job.elastic.lr_factor(plan.gbs, whole)
 
 
 class ShardedAdamW:
-    """AdamW over local pieces: it is elementwise, so a piece needs nothing from the others.
+    """AdamW over local pieces; as it is elementwise, pieces need no communication.
 
     Working on plain tensors keeps DTensor's dispatch out of the step.
     """
@@ -76,12 +76,12 @@ class ShardedAdamW:
             }
 
     def collect_gradients(self) -> None:
-        """Take this step's gradients over from the model."""
+        """Take this step's gradients from the model."""
         for parameter, piece in zip(self.parameters, self.pieces, strict=True):
             piece.grad = parameter.local_grad()
 
     def square_sum(self) -> Tensor:
-        """This rank's share of the squared global norm: pieces that several ranks hold count once in all."""
+        """Return this rank's share of the squared global norm; pieces held by several ranks count once."""
         shares = [
             (piece.grad, parameter.copies)
             for parameter, piece in zip(self.parameters, self.pieces, strict=True)
@@ -107,7 +107,7 @@ class ShardedAdamW:
             parameter.parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Weights and moments by name, as pieces of global tensors; loading into them loads the optimizer."""
+        """Return weights and moments by name, as pieces of global tensors; filling them loads them."""
         entries: dict[str, Tensor] = {}
         for parameter, piece in zip(self.parameters, self.pieces, strict=True):
             moments = self._adamw.state[piece]
@@ -117,7 +117,7 @@ class ShardedAdamW:
         return entries
 
     def loaded(self, step: int) -> None:
-        """Complete what a load into `state` has filled: the updates counted, and a tied weight held twice."""
+        """Complete a load into `state`: set the step count, and copy a tied weight that is held twice."""
         named = {p.name: piece for p, piece in zip(self.parameters, self.pieces, strict=True)}
         for parameter, piece in zip(self.parameters, self.pieces, strict=True):
             moments, source = self._adamw.state[piece], named[parameter.name]
@@ -129,7 +129,7 @@ class ShardedAdamW:
 
 
 class TiedWeights:
-    """Sums the gradients of an embedding and an output head that stand on different pipeline stages."""
+    """Sums the gradients of an embedding and an output head that are on different pipeline stages."""
 
     def __init__(self, plan: Plan, mesh: Mesh, optimizer: ShardedAdamW, tied: bool) -> None:
         self._pieces: list[nn.Parameter] = []
@@ -147,7 +147,7 @@ class TiedWeights:
             self._group = _tied_weight_group(plan, first, last)
 
     def sum_gradients(self) -> None:
-        """Give both holders the sum."""
+        """Set the sum on both holders."""
         grads = [piece.grad for piece in self._pieces if piece.grad is not None]
         if len(grads) == 2:
             grads[0] += grads[1]
@@ -157,7 +157,7 @@ class TiedWeights:
 
 
 def _tied_weight_group(plan: Plan, first: int, last: int) -> dist.ProcessGroup | None:
-    """The group of the two ranks that hold the tied weight at my place of the other axes."""
+    """Return the group of the two ranks that hold the tied weight at this place of the other axes."""
     per_stage = plan.degrees.world_size // plan.pp
     pairs = [[first * per_stage + i, last * per_stage + i] for i in range(per_stage)]
     group, _ = dist.new_subgroups_by_enumeration(pairs)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The state of torch's optimizers, exactly: their own load_state_dict casts it to its parameter's type."""
+"""Loads the state of torch's optimizers exactly; their load_state_dict casts it to the parameter's type."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hpcrun.runtime.tensor_memory import same_bytes
 def parameters_by_number(
     optimizer: torch.optim.Optimizer, node: ValueNode, types: TypesByName
 ) -> dict[Hashable, Tensor] | str | None:
-    """The parameters by the numbers that a saved state has for them; a text where it is of other groups.
+    """Return the parameters by their numbers in a saved state, or a text where its groups differ.
 
-    None where the state is not of the form that torch's optimizers give.
+    None where the state does not have the form of torch's optimizers.
     """
-    told = child_nodes(node, types) or {}
-    saved = child_nodes(told.get("param_groups"), types)
-    if saved is None or "state" not in told:
+    fields = child_nodes(node, types) or {}
+    saved = child_nodes(fields.get("param_groups"), types)
+    if saved is None or "state" not in fields:
         return None
     numbers = []
     for group in saved.values():
@@ -30,7 +30,7 @@ def parameters_by_number(
             return None
         numbers.append(list(listed.values()))
     here = [group["params"] for group in optimizer.param_groups]
-    if [len(one) for one in here] != [len(one) for one in numbers]:
+    if [len(group) for group in here] != [len(group) for group in numbers]:
         was = f"was saved with parameters in groups of {_counts(numbers)}"
         return f"{was}; here they are in groups of {_counts(here)}"
     return {
@@ -41,18 +41,18 @@ def parameters_by_number(
 
 
 def init_optimizer_state(param: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    """Memory for one tensor of a parameter's state, laid out as that; None where it is of another shape."""
+    """Allocate a tensor of a parameter's state with the same layout; None where the shape differs."""
     if param is None or tuple(param.shape) != shape:
         return None
     return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Hand a state to an optimizer's own load_state_dict."""
+    """Call an optimizer's load_state_dict with what it can cast."""
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         optimizer.load_state_dict(state)
         return
-    # Texts and named tuples come out as something else, or not at all: they are set afterwards.
+    # load_state_dict changes texts and named tuples: they are set afterwards.
     castable = {number: _castable(values) for number, values in state["state"].items()}
     optimizer.load_state_dict({**state, "state": castable})
 
@@ -60,14 +60,14 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 def set_optimizer_state_exactly(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], parameters: Mapping[Hashable, Tensor]
 ) -> None:
-    """Set an optimizer's state to what it was handed, where it has made something else of it."""
+    """Set an optimizer's state to exactly what was passed, where it has changed it."""
     for number, values in state["state"].items():
         key = parameters.get(number, number)
         optimizer.state[key] = _exact(values, optimizer.state.get(key))
 
 
 def parameter_number(keys: KeyPath) -> Hashable:
-    """Of which parameter a value in an optimizer's state is, by the keys below the optimizer."""
+    """Return the number of the parameter that a value of an optimizer's state belongs to."""
     return keys[1] if len(keys) > 2 and keys[0] == "state" else None
 
 
@@ -88,9 +88,9 @@ def _exact(handed: Any, actual: Any) -> Any:
 
 def _castable(value: Any) -> Any:
     if type(value) is dict:
-        return {key: _castable(one) for key, one in value.items()}
+        return {key: _castable(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_castable(one) for one in value)
+        return type(value)(_castable(item) for item in value)
     return value if isinstance(value, Tensor | int | float) else None
 
 

@@ -1,4 +1,4 @@
-"""Cuts the model onto the mesh: stages, tensor and sequence parallel, FSDP; torch's own parts, composed."""
+"""Distributes the model over the mesh with torch's parts: stages, tensor and sequence parallel, FSDP."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from hpcrun.specs.plan import Plan
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 ParameterValues = Callable[[str, tuple[int, ...], tuple[slice, ...]], Tensor]
-"""(canonical name, whole shape, slices) to the slice of a parameter's first values."""
+"""Maps (canonical name, whole shape, slices) to that slice of a parameter's first values."""
 
 
 def wrap_local_piece(whole: Tensor, local: Tensor) -> Tensor:
-    """A local tensor in the place of another one's piece, with its shape, mesh and placements if any."""
+    """Wrap a local tensor like the piece of `whole`, with its shape, mesh and placements if any."""
     if not isinstance(whole, DTensor):
         return local
     return DTensor.from_local(
@@ -53,7 +53,7 @@ def wrap_local_piece(whole: Tensor, local: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LocalParameter:
-    """One parameter as this rank holds it, and how many ranks hold the very same piece."""
+    """One parameter as this rank holds it, and how many ranks hold the same piece."""
 
     name: str
     """Canonical: the same on every layout, a tied head under the embedding's name."""
@@ -79,7 +79,7 @@ class LocalParameter:
         return grad
 
     def as_global(self, local: Tensor) -> Tensor:
-        """Something of the piece's shape (an optimizer state) as the piece of a whole, for checkpoints."""
+        """Wrap a tensor of the piece's shape, such as an optimizer state, as a piece of the whole."""
         return wrap_local_piece(self.parameter, local)
 
 
@@ -102,14 +102,14 @@ class Mesh:
             )
 
     def seen(self) -> dict[str, int]:
-        """The coordinate that torch gives this rank, on the axes of its mesh."""
+        """Return this rank's coordinate on the axes of torch's mesh."""
         mesh = self.torch_mesh
         if mesh is None:
             return {}
         return dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), strict=True))
 
     def submesh(self, *axes: str) -> DeviceMesh | None:
-        """The mesh along some axes, or None when this layout has none of them."""
+        """Return the mesh along some axes, or None when this layout has none of them."""
         names = self.torch_mesh.mesh_dim_names if self.torch_mesh is not None else ()
         present = tuple(axis for axis in axes if axis in (names or ()))
         if self.torch_mesh is None or not present:
@@ -117,13 +117,13 @@ class Mesh:
         return self.torch_mesh[present]
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group along one axis, or None when it is one rank wide."""
+        """Return the process group along one axis, or None when it is one rank wide."""
         mesh = self.submesh(axis)
         return mesh.get_group() if mesh is not None else None
 
 
 def build_stage(spec: ModelSpec, plan: Plan, train: TrainSpec, mesh: Mesh, index: int) -> Decoder:
-    """One pipeline stage, parallelised, still on the meta device."""
+    """Build one pipeline stage, parallelised, still on the meta device."""
     begin, end = plan.stage_layers[index]
     with torch.device("meta"):
         module = Decoder(
@@ -145,7 +145,7 @@ def build_stage(spec: ModelSpec, plan: Plan, train: TrainSpec, mesh: Mesh, index
 
 
 def _apply_tensor_parallel(module: Decoder, tp: DeviceMesh) -> None:
-    """Megatron's cut, the sequence sharded between the blocks so that every residual is a local piece."""
+    """Apply Megatron's split, with the sequence sharded between blocks so that residuals are local."""
     styles: dict[str, ParallelStyle] = {}
     if module.embed_tokens is not None:
         styles["embed_tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
@@ -175,22 +175,22 @@ def _apply_tensor_parallel(module: Decoder, tp: DeviceMesh) -> None:
         )
     parallelize_module(module, tp, styles)
     if module.embed_tokens is not None:
-        # What comes out is a view that still waits for its collective; neither a compiled block nor FSDP's
-        # hooks can take that.
+        # The output is a view that still waits for its collective, which compiled blocks and FSDP's
+        # hooks cannot take.
         module.embed_tokens.register_forward_hook(lambda _module, _inputs, output: output.clone())
     module.seq_shards = tp.size()
     module.tie_weights()
 
 
 def _apply_fsdp(module: Decoder, plan: Plan, train: TrainSpec, mesh: Mesh) -> None:
-    """FSDP2 block by block for shards and for mixed precision, with replicas as its outer axis."""
+    """Apply FSDP2 block by block for shards and mixed precision, with replicas as its outer axis."""
     dp = mesh.submesh("dp_replicate", "dp_shard")
     policy = MixedPrecisionPolicy()
     if train.precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     def shard(part: nn.Module | list[nn.Module], *, keep: bool = False) -> None:
-        # What backward needs first is not worth dropping after forward.
+        # Backward needs the last part first: keep it after forward.
         fully_shard(part, mesh=dp, mp_policy=policy, reshard_after_forward=plan.zero == 3 and not keep)
 
     tied_here = module.spec.tied and module.embed_tokens is not None and module.lm_head is not None
@@ -212,7 +212,7 @@ def _apply_fsdp(module: Decoder, plan: Plan, train: TrainSpec, mesh: Mesh) -> No
 
 
 def materialise_stage(module: Decoder, device: torch.device, values: ParameterValues) -> None:
-    """Give a stage its memory and its first values; a rank computes or reads only what it holds."""
+    """Allocate a stage and set its first values; a rank computes or reads only what it holds."""
     module.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -231,7 +231,7 @@ def materialise_stage(module: Decoder, device: torch.device, values: ParameterVa
 
 
 def local_parameters(stages: list[Decoder], plan: Plan) -> Iterator[LocalParameter]:
-    """Every parameter that this rank holds, in the order of the layers."""
+    """Yield every parameter that this rank holds, in the order of the layers."""
     replicas = plan.degrees.dp * plan.degrees.cp * plan.degrees.tp
     for module in stages:
         for name, parameter in module.named_parameters():
@@ -247,5 +247,5 @@ def local_parameters(stages: list[Decoder], plan: Plan) -> Iterator[LocalParamet
 
 
 def loss_parallel_context(plan: Plan) -> AbstractContextManager[None]:
-    """Must cover forward and backward of a step: the loss over a vocabulary that is cut along tp."""
+    """Return the context for forward and backward of a step, for a vocabulary sharded along tp."""
     return loss_parallel() if plan.tp > 1 else nullcontext()

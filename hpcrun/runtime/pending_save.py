@@ -1,4 +1,4 @@
-"""A save on its way from the memory of a node, as one rank sees it, and how far it has come."""
+"""Saves on their way from the memory of the nodes, as one rank sees them, and how far they have come."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ from pathlib import Path
 
 from hpcrun.checkpoint.commit import locate_draft
 from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId
+from hpcrun.runtime.control import Control
 from hpcrun.runtime.storage_wait import BackgroundPoll
 from hpcrun.specs.checkpoint import CheckpointSpec
-from hpcrun.specs.metrics import FlushMetric, Metric
+from hpcrun.specs.metrics import (
+    FlushMetric,
+    Metric,
+    SaveFailedMetric,
+    SaveStalledMetric,
+    metric_as_json,
+    parse_unstamped_metric,
+)
 
 SAVE_WINDOW = 24
-"""Of so many saves ranks speak with one another."""
+"""The number of latest saves that ranks exchange facts about."""
 MetricWriter = Callable[[Metric], None]
 """Takes a line for metrics.jsonl."""
 _REPORT_EVERY_S = 2.0
@@ -29,7 +37,7 @@ class PendingSave:
     stamp: GenerationId
     slot: int
     key: int
-    """Of the plan that its slot was filled by."""
+    """The plan by which its slot was filled."""
     levels: list[CheckpointLevel]
     size_bytes: int
     begun: float
@@ -37,62 +45,62 @@ class PendingSave:
     is_sealed: bool = False
     content: str = ""
     is_new: bool = True
-    """Its bytes are not those of the save before, or nobody knows yet."""
+    """False once its bytes are known to equal those of the save before."""
     outcomes: dict[str, str | None] = field(default_factory=dict)
-    """What came of it at each level: None where it is stored, else why not."""
+    """By level: None where it is stored, else why not."""
     waits_for: str = ""
-    """What its worker waits for, once that has been long."""
+    """What its worker has been waiting for, if for long."""
 
     @property
     def pending_levels(self) -> list[CheckpointLevel]:
-        """The levels that nothing is known of yet."""
+        """The levels without an outcome yet."""
         return [level for level in self.levels if level not in self.outcomes]
 
 
 class PendingSaves:
-    """The saves that were begun last, in order; all ranks number them alike."""
+    """The latest saves in order; all ranks number them alike."""
 
     def __init__(self) -> None:
         self.serial = 0
         self.published: str | None = None
-        """The newest generation that is whole on all nodes: what is older is needed no more."""
+        """The newest generation that is complete on all nodes; older ones are not needed any more."""
         self._saves: dict[int, PendingSave] = {}
 
     def __iter__(self) -> Iterator[PendingSave]:
         return iter(list(self._saves.values()))
 
     def next_serial(self) -> int:
-        """The number of a save that is tried now."""
+        """Return the number of the save that begins now."""
         self.serial += 1
         self._saves.pop(self.serial - SAVE_WINDOW, None)
         return self.serial
 
     def add(self, save: PendingSave) -> None:
-        """A save that was begun under the number given last."""
+        """Add the save that has begun under the last number."""
         self._saves[save.serial] = save
 
     def clear(self) -> None:
-        """Forget all of them; the next one is the first."""
+        """Forget all saves and number from 1 again."""
         self._saves.clear()
         self.serial = 0
 
     @property
     def newest(self) -> PendingSave | None:
-        """The one tried last, if it was begun."""
+        """The save of the last number, if it was begun."""
         return self._saves.get(self.serial)
 
     @property
     def oldest_unfinished(self) -> PendingSave | None:
-        """The first that is still on its way to some level."""
+        """The oldest save that has a level without an outcome."""
         return next((save for save in self if save.pending_levels), None)
 
     @property
     def waits_for(self) -> str:
-        """What the oldest one that is held up waits for, where that has been long."""
+        """What the oldest save that is held up waits for; empty if none is."""
         return next((save.waits_for for save in self if save.pending_levels and save.waits_for), "")
 
     def find(self, generation: str | None) -> PendingSave | None:
-        """The save that made a generation."""
+        """Return the save of a generation."""
         return next((save for save in self if save.stamp.generation == generation), None)
 
     def compare(self, save: PendingSave, content: str) -> None:
@@ -102,7 +110,7 @@ class PendingSaves:
         save.is_new = before is None or before.content != content
 
     def missing_bits(self) -> int:
-        """A bit for each save that is not sealed here, and above them for each not known to be unchanged."""
+        """Return a bit for each save not sealed here, and above them for each not known to be unchanged."""
         bits = 0
         for serial in self._serials:
             save, place = self._saves.get(serial), self.serial - serial
@@ -113,7 +121,7 @@ class PendingSaves:
         return bits
 
     def learn(self, missing: int) -> list[PendingSave]:
-        """Take the union of all ranks: gives the saves that are unchanged on all of them, once each."""
+        """Take the union of all ranks' bits; return the saves that are unchanged on all ranks, once each."""
         sealed = [serial for serial in self._serials if not missing >> (self.serial - serial) & 1]
         if sealed:
             self.published = self._saves[sealed[-1]].stamp.generation
@@ -131,52 +139,117 @@ class PendingSaves:
 def target_levels(
     spec: CheckpointSpec, step: int, *, lasting: bool, is_single: bool
 ) -> list[CheckpointLevel]:
-    """Where the save of a step is to go; `is_single`: memory has room for one state alone."""
-    found = list[CheckpointLevel]()
+    """Return the levels for the save of a step; `is_single`: memory has room for one state only."""
+    levels = list[CheckpointLevel]()
     durable = lasting or not spec.durable.every or step % spec.durable.every == 0
     durable |= is_single and spec.local is None
     if spec.local is not None:
-        found.append("local")
+        levels.append("local")
     if spec.parity.scheme != "none":
-        found.append("parity")
+        levels.append("parity")
     if durable:
-        found.append("durable")
+        levels.append("durable")
     copied = spec.object is not None and (not spec.object.every or step % spec.object.every == 0)
     if durable and copied:
-        found.append("object")
-    return found
+        levels.append("object")
+    return levels
 
 
 class SaveProgressReporter:
-    """Tells now and then how far a save has come that is waited for."""
+    """Records from time to time how far a save has come that is waited for."""
 
-    def __init__(self, checkpoints: Path, tell: MetricWriter) -> None:
-        self._root, self._tell = checkpoints, tell
-        self._said_at = 0.0
+    def __init__(self, checkpoints: Path, record: MetricWriter) -> None:
+        self._root, self._record = checkpoints, record
+        self._reported_at = 0.0
         self._bytes = BackgroundPoll(self._written)
 
-    def say(self, flight: PendingSave) -> None:
-        """If it is time to."""
+    def report(self, save: PendingSave) -> None:
+        """Record the progress of a save, if the last record is old enough."""
         now = time.time()
-        if now - max(flight.begun, self._said_at) < _REPORT_EVERY_S:
+        if now - max(save.begun, self._reported_at) < _REPORT_EVERY_S:
             return
-        self._said_at = now
-        self._tell(
+        self._reported_at = now
+        self._record(
             FlushMetric(
-                flight.stamp.step,
-                tuple(flight.pending_levels),
-                flight.size_bytes,
-                done_bytes=self._bytes.latest(flight) if "durable" in flight.pending_levels else None,
-                seconds=now - flight.begun,
+                save.stamp.step,
+                tuple(save.pending_levels),
+                save.size_bytes,
+                done_bytes=self._bytes.latest(save) if "durable" in save.pending_levels else None,
+                seconds=now - save.begun,
             )
         )
 
-    def _written(self, flight: PendingSave) -> int:
-        """What all nodes have written so far, as far as their files show it."""
-        stamp = flight.stamp
+    def _written(self, save: PendingSave) -> int:
+        """Return the bytes that all nodes have written so far, by the sizes of their files."""
+        stamp = save.stamp
         aside = locate_draft(self._root, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation)).aside
         size = 0
         for path in aside.glob("data-*.bin"):
             with suppress(OSError):
                 size += path.stat().st_blocks * 512
         return size
+
+
+class SaveReports:
+    """Collects what this rank sees, which reaches rank 0 at the next exchange."""
+
+    def __init__(self, control: Control, record: MetricWriter) -> None:
+        self.local_ranks = list[int]()
+        """Ranks of this node: all hear the same from its worker, and the first one reports it."""
+        self._control, self._write = control, record
+        self._unreported: list[SaveFailedMetric | SaveStalledMetric] = []
+        self._reported: set[tuple[int, str]] = set()
+
+    @property
+    def has_unreported(self) -> bool:
+        """Whether this rank has something to report to rank 0."""
+        return bool(self._unreported)
+
+    @property
+    def is_speaker(self) -> bool:
+        """Whether this rank reports what all ranks of its node hear."""
+        return self._control.rank == self.local_ranks[0]
+
+    def record(self, metric: Metric) -> None:
+        """Record, on rank 0, a metric that every rank has."""
+        if self._control.rank == 0:
+            self._write(metric)
+
+    def fail(self, step: int, level: str, why: str) -> None:
+        """Report that a save does not reach a level."""
+        self._report(SaveFailedMetric(step, level, self._place + why))
+
+    def stall(self, step: int, level: str, seconds: float, why: str) -> None:
+        """Report that a save has waited for long."""
+        self._report(SaveStalledMetric(step, level, seconds, self._place + why))
+
+    def exchange(self) -> None:
+        """Bring all unreported facts to rank 0; every rank calls it."""
+        unreported, self._unreported = self._unreported, []
+        for rank in self._control.allgather([metric_as_json(metric) for metric in unreported]):
+            for values in rank:
+                metric = parse_unstamped_metric(values, {})
+                if isinstance(metric, SaveFailedMetric | SaveStalledMetric):
+                    self._record_once(metric)
+
+    def clear(self) -> None:
+        """Forget what has not been reported."""
+        self._unreported.clear()
+
+    @property
+    def _place(self) -> str:
+        return f"rank {self._control.rank} on {self._control.node}: "
+
+    def _report(self, metric: SaveFailedMetric | SaveStalledMetric) -> None:
+        if self._control.rank == 0:
+            self._record_once(metric)
+        elif isinstance(metric, SaveFailedMetric) or self.is_speaker:
+            self._unreported.append(metric)
+
+    def _record_once(self, metric: SaveFailedMetric | SaveStalledMetric) -> None:
+        """Record on rank 0, failures once for a save and a level, which many ranks may have seen."""
+        failure = (metric.step, metric.level)
+        is_failure = isinstance(metric, SaveFailedMetric)
+        if self._control.rank == 0 and not (is_failure and failure in self._reported):
+            self._reported.update([failure] if is_failure else [])
+            self._write(metric)

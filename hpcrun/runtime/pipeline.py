@@ -1,4 +1,4 @@
-"""One training step's forward and backward, with or without a pipeline."""
+"""Runs forward and backward of a training step, with or without a pipeline."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MicrobatchEngine:
         self._per_token: float | None = None
         self._schedule: Any = None
         if plan.pp > 1:
-            # By these ranks alone: it loads torch.compile with it, a fifth of what a rank takes to start.
+            # Imported only here: it loads torch.compile, a fifth of a rank's start-up time.
             from hpcrun.runtime.pipeline_stages import build_schedule
 
             self._schedule = build_schedule(
@@ -51,13 +51,13 @@ class MicrobatchEngine:
             )
 
     def _weighted_loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        # Divided here and not in the gradients afterwards: one pass over the weights less.
+        # Dividing here instead of in the gradients saves a pass over the weights.
         if self._per_token is not None:
             return loss_function(logits, targets, reduction="sum") * self._per_token
         return loss_function(logits, targets) / (self._plan.grad_accum * self._summed_over)
 
     def _set_token_weights(self, targets: Tensor) -> None:
-        """Settle what a token counts: where replicas have different numbers of them, its share of all.
+        """Set the weight of a token: where replicas have different numbers, its share of all tokens.
 
         Where all have as many, the mean over microbatches and replicas is the mean over tokens.
         """
@@ -72,7 +72,7 @@ class MicrobatchEngine:
         self._per_token = degrees.dp / (max(1, tokens) * self._summed_over)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Loss of this rank's batch, (grad_accum, mbs, S) tokens; zero on a rank without the last stage."""
+        """Return the loss of this rank's batch, (grad_accum, mbs, S) tokens; zero without the last stage."""
         self._set_token_weights(targets)
         with loss_parallel_context(self._plan):
             if self._schedule is not None:
@@ -93,12 +93,12 @@ class MicrobatchEngine:
         return total
 
     def _placed(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The microbatches on the device, moved at once: a copy for each would stop the queue each time."""
+        """Move all microbatches to the device in one copy: one copy each would stall the queue each time."""
         return zip(inputs.to(self._device), targets.to(self._device), strict=True)
 
     @torch.no_grad()
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The same without backward."""
+        """Return the loss without backward."""
         self._set_token_weights(targets)
         with loss_parallel_context(self._plan):
             if self._schedule is not None:
@@ -123,7 +123,7 @@ class MicrobatchEngine:
         )
 
     def _prepare_backward(self, *, last: bool) -> None:
-        """ZeRO as FSDP's switches: 1 reduces gradients once a step, 2 every time, 3 drops parameters too."""
+        """Set FSDP for ZeRO: 1 reduces gradients once a step, 2 every time, 3 frees parameters too."""
         if self._replicas is not None:
             self._replicas.arm(last)
         module = self._stages[0]
@@ -131,7 +131,7 @@ class MicrobatchEngine:
             return
         module.set_is_last_backward(last)
         module.set_requires_gradient_sync(last or self._plan.zero >= 2)
-        # Replicas only need the sum of the step.
+        # Replicas need only the sum of the step.
         module.set_requires_all_reduce(last)
         module.set_reshard_after_backward(last or self._plan.zero == 3)
 

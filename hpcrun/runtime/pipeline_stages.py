@@ -1,4 +1,4 @@
-"""The stages of a pipeline on this rank, and the schedule that runs them."""
+"""Builds the pipeline stages of this rank and the schedule that runs them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_schedule(
     *,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
-    """What runs a step through these stages, each given with its number in the whole pipeline."""
+    """Build the schedule that runs these stages, each given with its number in the whole pipeline."""
     pipes = [_Stage(module, index, plan, device, group, dtype) for module, index in stages]
     several = plan.schedule in ("interleaved", "zero_bubble")
     return _SCHEDULES[plan.schedule](
@@ -50,7 +50,7 @@ def build_schedule(
 
 
 class _Stage(PipelineStage):
-    """A stage whose shapes are known beforehand, and which reduces gradients as the ZeRO stage says.
+    """A stage with known shapes that reduces gradients as the ZeRO stage says.
 
     PipelineStage itself keeps gradients whole to the last microbatch (ZeRO 1).
     """
@@ -65,7 +65,7 @@ class _Stage(PipelineStage):
         dtype: torch.dtype,
     ) -> None:
         first, last = index == 0, index == plan.stages - 1
-        # With shapes given, torch does not run every stage once more to find them out.
+        # With shapes given, torch need not run every stage once to infer them.
         rows, hidden = (plan.mbs, plan.seq_len), module.spec.hidden
         float_meta: dict[str, Any] = {"dtype": dtype, "device": "meta", "requires_grad": True}
         tokens = torch.empty(rows, dtype=torch.int64, device="meta")
@@ -83,20 +83,20 @@ class _Stage(PipelineStage):
         self._zero = plan.zero
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """Gradients for a neighbour on this rank; an evaluation has none, which torch takes for a mistake."""
+        """Return gradients for a neighbour on this rank; torch does not expect an evaluation to have none."""
         if not self.has_backward:
             return ()
         return super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Gradients from a neighbour on this rank, if there is a backward at all."""
+        """Set gradients from a neighbour on this rank, if there is a backward."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Backward of one microbatch; with ZeRO 2 and 3 its gradients are reduced at once."""
+        """Run backward of one microbatch; with ZeRO 2 and 3 its gradients are reduced at once."""
         module = self.submod
         if self._zero < 2 or not isinstance(module, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)

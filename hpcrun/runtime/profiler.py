@@ -1,4 +1,4 @@
-"""A window of steps under torch's profiler, one trace a chosen rank (chrome://tracing, Perfetto)."""
+"""Profiles a window of steps with torch's profiler: one trace a rank (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hpcrun.specs.job import ProfileSpec
 
 
 class StepProfiler:
-    """Records steps [start, start + steps) of a run when the job asks for it."""
+    """Records steps [start, start + steps) of a run if the job has a profile section."""
 
     def __init__(self, spec: ProfileSpec | None, directory: Path, rank: int) -> None:
         self._profiler: torch.profiler.profile | None = None
@@ -28,7 +28,7 @@ class StepProfiler:
             self._finish()
 
     def step(self, finished: int) -> None:
-        """Tell that a step has finished; begins before the first and ends after the last of the window."""
+        """Start or stop the profiler after a finished step, at the edges of the window."""
         if self._spec is None:
             return
         if self._profiler is None and finished + 1 == self._spec.start:

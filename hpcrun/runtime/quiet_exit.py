@@ -1,10 +1,9 @@
-"""A process ends when torch's own threads have put their work down.
+"""Delays the exit of a process until torch's own threads are idle.
 
-A thread of gloo lets go of a collective's tensors after whoever waited for it goes on. Where that is the
-last hold on them it needs Python's lock, and once the interpreter is being taken down, asking for the lock
-ends the thread in a way that C++ answers with SIGABRT: "terminate called without an active exception". On a
-busy node a thread may be that late, also after destroy_process_group(), which leaves the threads for as long
-as anything refers to their group. So such threads are given the time to come to rest before that.
+A thread of gloo releases a collective's tensors after the caller has gone on. If it holds the last reference,
+it needs Python's lock. While the interpreter shuts down, taking the lock ends the thread, which C++ answers
+with SIGABRT: "terminate called without an active exception". On a busy node a thread may be that late, also
+after destroy_process_group(), which leaves the threads as long as anything refers to their group.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _TORCH_THREAD_PREFIX = "pt_"
-"""What the names of torch's threads begin with; those of the transport below only wait for bytes."""
+"""The prefix of torch's thread names; threads of the transport below only wait for data."""
 _LOOK_S, _MOST_S = 0.003, 30.0
 
 
 @functools.cache
 def await_idle_threads_at_exit() -> None:
-    """From now on this process waits at its end, a moment as a rule, until torch's threads are at rest."""
+    """Have this process wait at its exit, usually for a moment, until torch's threads are idle."""
     atexit.register(await_idle_threads)
 
 
 def await_idle_threads(most_s: float = _MOST_S) -> bool:
-    """Wait until all threads of torch's sleep and have done so since the look before; whether they do.
+    """Wait until all of torch's threads have slept since the previous look; return whether they do.
 
-    Between the looks Python's lock is free: a thread that waits for it gets it then, and is seen to have run.
+    Between the looks Python's lock is free: a thread that waits for it runs, and is seen to have run.
     """
     deadline = time.monotonic() + most_s
     before = _torch_thread_states()
@@ -47,15 +46,16 @@ def await_idle_threads(most_s: float = _MOST_S) -> bool:
 
 
 def _torch_thread_states() -> dict[str, tuple[bool, str]]:
-    """Of each thread of torch's: whether it sleeps, and how often it was put to sleep or set aside."""
-    known = {str(one.native_id) for one in threading.enumerate()}
-    found: dict[str, tuple[bool, str]] = {}
+    """Return for each of torch's threads whether it sleeps, and its count of context switches."""
+    python_threads = {str(thread.native_id) for thread in threading.enumerate()}
+    states: dict[str, tuple[bool, str]] = {}
     for task in _TASKS.iterdir():
-        # A thread may end between two looks at it.
+        # A thread may end meanwhile.
         with suppress(OSError):
-            if task.name not in known and (task / "comm").read_text().startswith(_TORCH_THREAD_PREFIX):
+            is_torchs = (task / "comm").read_text().startswith(_TORCH_THREAD_PREFIX)
+            if task.name not in python_threads and is_torchs:
                 lines = (task / "status").read_text().splitlines()
-                told = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-                switches = f"{told['voluntary_ctxt_switches']} {told['nonvoluntary_ctxt_switches']}"
-                found[task.name] = (told["State"].startswith("S"), switches)
-    return found
+                status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+                switches = f"{status['voluntary_ctxt_switches']} {status['nonvoluntary_ctxt_switches']}"
+                states[task.name] = (status["State"].startswith("S"), switches)
+    return states

@@ -1,4 +1,4 @@
-"""The entry of a rank: meet the others, check that all mean the same job, train, and say how it ended."""
+"""The entry of a rank: connect, check that all ranks have the same job, train, and record the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from hpcrun.submission.prepare import PreparedJob, prepare_job
 
 
 def main(run_dir: str, number: int, requests: rank_shim.RankRequests) -> int:
-    """A rank of an attempt that our supervisor started; the job is the one in the run directory."""
+    """Run a rank of an attempt that our supervisor started, with the job of the run directory."""
     attempt = RunDir(Path(run_dir)).attempt(number)
     control = connect_ranks(detect_world(os.environ))
     return _run_guarded(
@@ -50,7 +50,7 @@ def main(run_dir: str, number: int, requests: rank_shim.RankRequests) -> int:
 
 
 def _job_of_attempt(attempt: Attempt) -> ResolvedJob:
-    """The job with the plan of this attempt, which may have fewer replicas than the job's own."""
+    """Return the job with this attempt's plan, which may have fewer replicas than the job's own."""
     resolved = load_run_job(attempt.run)
     plan = read_attempt_plan(attempt.plan, resolved.spec, resolved.training_plan)
     return ResolvedJob(resolved.spec, plan)
@@ -63,12 +63,12 @@ def join_world(
     world: World,
     display: Callable[[int], RunObserver],
 ) -> int:
-    """A rank of a world that somebody else started (mpiexec, srun, torchrun); rank 0 has the display."""
+    """Run a rank of a world that mpiexec, srun or torchrun started; rank 0 has the display."""
     control = connect_ranks(world)
     prepared, problem = None, None
     try:
         until: Literal["plan", "launch"] = "launch" if control.rank == 0 else "plan"
-        # Who gives a copy its own identity is one rank.
+        # One rank alone gives a copy its own identity.
         use: RunUse = "act" if control.rank == 0 else "plan"
         earlier = find_run(resume, use=use) if resume is not None else None
         prepared = prepare_job(job, overrides, resume=earlier, world_size=control.size, until=until)
@@ -78,8 +78,8 @@ def join_world(
             )
     except HpcrunError as error:
         problem = [error.exit_code, str(error)]
-    # All leave together, or none: a rank that left alone would leave the others waiting.
-    problems = [(rank, *found) for rank, found in enumerate(control.allgather(problem)) if found]
+    # All ranks leave together: the others would wait for one that leaves alone.
+    problems = [(rank, *error) for rank, error in enumerate(control.allgather(problem)) if error]
     if problems or prepared is None:
         return _abort_with_message(control, *problems[0])
     run_path, number = control.everywhere(lambda: _open_run(prepared))
@@ -95,7 +95,7 @@ def join_world(
 
 
 def _abort_with_message(control: Control, rank: int, code: int, text: str) -> int:
-    """Say once what the first rank with a problem has to say."""
+    """Print the problem of the first rank that has one, once, and return its exit code."""
     if control.rank == 0:
         who = f"rank {rank}: " if rank else ""
         sys.stderr.write("".join(f"hpcrun: {who}{line}\n" for line in text.splitlines()))
@@ -114,7 +114,7 @@ def _open_run(prepared: PreparedJob) -> list[Any]:
 
 
 def _run_guarded(control: Control, attempt: Attempt, action: Callable[[], int]) -> int:
-    """The outermost frame of a rank: whatever goes wrong is recorded and takes the attempt down."""
+    """Run a rank's work; record any error, and end all ranks of the attempt with it."""
     try:
         return action()
     except HpcrunError as error:
@@ -165,7 +165,7 @@ def _train(
 
 
 def check_same_job(control: Control, resolved: ResolvedJob, data: str) -> None:
-    """Every rank must mean the same job, see the same data and run the same code; else say who differs."""
+    """UsageError with the ranks that differ, unless all have the same job, data and code."""
     code = {"hpcrun": __version__, "torch": torch.__version__, "files of the data": data}
     view = resolved.spec.model_dump(mode="json") | code
     digest = hashlib.sha256(json.dumps(view, sort_keys=True).encode()).hexdigest()
@@ -180,23 +180,23 @@ def check_same_job(control: Control, resolved: ResolvedJob, data: str) -> None:
         keys = [key for key in reference.keys() | other.keys() if reference.get(key) != other.get(key)]
         for key in sorted(keys):
             lines.append(f"rank {rank} has {key} = {other.get(key)!r}, the others {reference.get(key)!r}")
-    raise UsageError("the ranks do not mean the same job: " + "; ".join(lines[:8]))
+    raise UsageError("the ranks have different jobs: " + "; ".join(lines[:8]))
 
 
 def prepare_torch(seed: int, control: Control) -> None:
-    """Random state, threads, and quiet about what is known."""
+    """Set random state and threads, and silence a known warning."""
     torch.manual_seed((seed * 1_000_003 + control.rank) % 2**63)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // control.local_size))
-    # A dimension that is sharded over two axes takes two gathers; nothing to act on.
+    # It warns that a dimension sharded over two axes takes two gathers, which is intended.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def open_process_groups(control: Control, device: Device) -> None:
-    """Open torch's process groups over the ranks that control knows."""
+    """Open torch's process groups over the ranks of this control."""
     await_idle_threads_at_exit()
     if control.size == 1 and not device.is_cuda:
-        # FSDP for mixed precision wants a group even alone; a store in memory does.
+        # FSDP needs a group for mixed precision even for one rank; a store in memory is enough.
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         return
     here = rank_address(control)

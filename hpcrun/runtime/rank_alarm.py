@@ -1,4 +1,4 @@
-"""What a rank tells the others that wait for it when it gives up, and how a lost one is noticed."""
+"""Alarms between ranks: a rank that fails alerts the others, and a lost one is noticed."""
 
 from __future__ import annotations
 
@@ -18,81 +18,81 @@ from hpcrun.process import ProcessId
 _F = TypeVar("_F", bound=Callable[..., Any])
 _E = TypeVar("_E", bound=HpcrunError)
 _LIVENESS_CHECK_S = 1.0
-"""Between looks at whether the ranks beside us still run."""
+"""Between checks whether the other ranks of this node still run."""
 COLLECTIVE_VERBS = ("save", "save(wait=True)", "load", "close", "Checkpointer()", "fence", "should_stop")
-"""What ranks do together: seven at most, see `Control.union`."""
+"""Collective calls: seven at most, see `Control.union`."""
 
 
 @dataclass(frozen=True)
 class RankAlarm:
-    """What a rank tells the others that wait for it: it will not come, and why."""
+    """A rank's message to the ranks that wait for it: it does not come, and why."""
 
     rank: int
     node: str
     words: str
     turn: int
-    """What it does not come to: an earlier one it has come through, and so can the others."""
+    """The collective call that it does not complete; the ranks complete earlier ones."""
 
     def error(self, verb: str) -> RanksDiedError:
-        """What the others raise."""
+        """Return the error that the other ranks raise."""
         during = f"{verb}: " if verb else ""
         error = RanksDiedError(f"{during}rank {self.rank} on {self.node}: {self.words}")
         error.raised_by = "another"
         return error
 
     def render(self) -> bytes:
-        """As it is sent."""
+        """Return the message to send."""
         return json.dumps(asdict(self)).encode()
 
 
 def parse_rank_alarm(data: bytes) -> RankAlarm:
-    """As another rank has sent it."""
+    """Parse the message of another rank."""
     return RankAlarm(**json.loads(data))
 
 
 def mark_raised_on_all(error: _E) -> _E:
-    """Mark an error that every rank raises at this very place: nobody has to be told of it."""
+    """Mark an error that every rank raises at this place, so that no alarm is sent."""
     error.raised_by = "all"
     return error
 
 
 class LocalRankMonitor:
-    """The processes of the other ranks of this node: one that was killed cannot say so itself."""
+    """Watches the processes of the other ranks of this node, as a killed one sends no alarm."""
 
-    def __init__(self, told: Sequence[Sequence[Any]], rank: int, node: str) -> None:
+    def __init__(self, ranks: Sequence[Sequence[Any]], rank: int, node: str) -> None:
         """`told`: of each rank its node, and what `mine` says there."""
         self._looked, self._ended_ranks = time.monotonic(), set[int]()
         self._running = {
-            other: ProcessId(*one)
-            for other, (where, one) in enumerate(told)
-            # In a container of its own a rank is not seen here, whatever its node is called.
-            if where == node and other != rank and one and process.is_alive(ProcessId(*one))
+            other: ProcessId(*process_id)
+            for other, (where, process_id) in enumerate(ranks)
+            # A rank in a container of its own is not visible here.
+            if where == node and other != rank and process_id and process.is_alive(ProcessId(*process_id))
         }
 
     @staticmethod
     def mine(pid: int) -> list[int] | None:
-        """This process, for others to look at."""
-        found = process.identify_process(pid)
-        return None if found is None else list(found)
+        """Return the identity of a process, for other ranks to watch."""
+        process_id = process.identify_process(pid)
+        return None if process_id is None else list(process_id)
 
     def ended(self) -> int | None:
-        """A rank that does not run any more, and did not at the last look; looks now and then only."""
+        """Return a rank that was not running at the last two checks, or None; at most one a second."""
         now = time.monotonic()
         if now - self._looked < _LIVENESS_CHECK_S:
             return None
-        # What a rank has done just before its end may be on its way when that is noticed.
+        # Messages that a rank sent just before its end may still be on their way.
         missed = self.find_ended_ranks()
-        found = next(iter(sorted(missed & self._ended_ranks)), None)
+        ended = next(iter(sorted(missed & self._ended_ranks)), None)
         self._looked, self._ended_ranks = now, missed
-        return found
+        return ended
 
     def find_ended_ranks(self) -> set[int]:
-        """Ranks that do not run at this moment."""
-        return {rank for rank, one in self._running.items() if not process.is_alive(one)}
+        """Return the ranks that are not running at this moment."""
+        return {rank for rank, process_id in self._running.items() if not process.is_alive(process_id)}
 
 
 def report_store_failure(method: _F) -> _F:
-    """A method of a control that asks a store, which is gone when the process that has it is."""
+    """Decorate a method that uses a store: report that the store is gone, and which process has ended."""
 
     @functools.wraps(method)
     def call(self: Any, *words: Any, **options: Any) -> Any:

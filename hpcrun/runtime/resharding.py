@@ -1,6 +1,7 @@
-"""Which rank writes which piece, and which saved chunks a rank reads: torch's planners, without its storage.
+"""Plans which rank writes which piece and which saved chunks a rank reads, with torch's planners.
 
-A plan to write holds for as long as the structure does. Making one gathers a few bytes for each piece, once.
+A write plan stays valid until the structure of the state changes. Making one gathers a few bytes for each
+piece.
 """
 
 from __future__ import annotations
@@ -44,49 +45,49 @@ _AS_NUMPY = frozenset({torch.float64, torch.float32, torch.int64, torch.int32, t
 
 @dataclass
 class WritePlan:
-    """What this rank writes of the state, and where; on rank 0 also what all have to write."""
+    """What this rank writes of the state, and where; on rank 0 also what all ranks write."""
 
     key: tuple[Any, ...]
     pieces: list[ChunkSpec]
     slices: list[tuple[slice, ...]]
-    """Of this rank's own piece of the tensor."""
+    """For each piece, what of this rank's local tensor it holds."""
     file: int
     start: int
     part_bytes: int
     whole_bytes: int
-    """Of the parts of all ranks together."""
+    """The sum of all ranks' parts."""
     file_needs: tuple[int, int, int]
-    """Of the file: its bytes, how many files there are, and how many ranks write to this one."""
+    """The size of the file, the number of files, and the number of ranks that write to this one."""
     tensors: str | None = None
-    """The manifest's list of tensors, known to rank 0 from the first save on."""
+    """The manifest's list of tensors, on rank 0 after the first save."""
     structure: str = ""
 
     def contents(self, state: dict[str, Tensor]) -> Iterator[memoryview]:
-        """The bytes of the pieces in turn; without a copy where they lie in order on the host."""
+        """Yield the bytes of the pieces, without a copy where they are contiguous on the host."""
         for piece, slices in zip(self.pieces, self.slices, strict=True):
             taken = local_tensor(state[piece.tensor]).detach()[slices]
-            # Torch also keeps a sign or a conjugate as a mark on the memory of another tensor.
+            # Torch may store a negative or conjugate as a flag on another tensor's memory.
             yield raw_bytes(taken.resolve_conj().resolve_neg().contiguous().cpu())
 
 
 def structure_key(state: dict[str, Tensor]) -> tuple[Any, ...]:
-    """Equal as long as a plan for this rank's state stays right; it costs far less than a plan."""
+    """Return a key that is equal as long as a plan for this state stays valid; cheap to compute."""
     tensors = state.values()
-    cut = [one for one in tensors if isinstance(one, DTensor)]
+    cut = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     return (
         tuple(state),
-        tuple([one.dtype for one in tensors]),
-        tuple([one.shape for one in tensors]),
-        tuple([(local_tensor(one).shape, one.placements, one.device_mesh) for one in cut]),
+        tuple([tensor.dtype for tensor in tensors]),
+        tuple([tensor.shape for tensor in tensors]),
+        tuple([(local_tensor(tensor).shape, tensor.placements, tensor.device_mesh) for tensor in cut]),
     )
 
 
 def plan_write(
     state: dict[str, Tensor], control: Control, key: tuple[Any, ...], node: str | None = None
 ) -> WritePlan:
-    """Share the pieces out: what several ranks hold is written once, by the one that has least to write.
+    """Assign each piece to one rank: of those that hold it, the one that has least to write.
 
-    Ranks that name the same node write to the same file; by default they go by the host they stand on.
+    Ranks with the same `node` write to the same file; the default is their host.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state), None, control.rank == 0)
@@ -94,8 +95,8 @@ def plan_write(
     for item in planner.create_local_plan().items:
         for piece, slices in _split_write_item(item):
             held[f"{xxh3_64_intdigest(repr(piece).encode()):016x}"] = (piece, slices)
-    told = [[digest, piece.size_bytes] for digest, (piece, _) in held.items()]
-    plans = [SavePlan([_placeholder_item(*one) for one in other]) for other in control.allgather(told)]
+    sizes = [[digest, piece.size_bytes] for digest, (piece, _) in held.items()]
+    plans = [SavePlan([_placeholder_item(*item) for item in other]) for other in control.allgather(sizes)]
     _check_same_shapes(state, control)
     shared, _ = planner.create_global_plan(plans)
     mine = [held[item.index.fqn] for item in shared[control.rank].items]
@@ -104,14 +105,14 @@ def plan_write(
     everyone = control.allgather([node, size])
     nodes = list(dict.fromkeys(other for other, _ in everyone))
     before = sum(align_size(s, PART_ALIGN) for other, s in everyone[: control.rank] if other == node)
-    whole, beside = sum(s for _, s in everyone), [s for other, s in everyone if other == node]
-    needs = (sum(align_size(s, PART_ALIGN) for s in beside), len(nodes), len(beside))
+    whole, node_sizes = sum(s for _, s in everyone), [s for other, s in everyone if other == node]
+    needs = (sum(align_size(s, PART_ALIGN) for s in node_sizes), len(nodes), len(node_sizes))
     cuts = [slices for _, slices in mine]
     return WritePlan(key, pieces, cuts, nodes.index(node), before, size, whole, needs)
 
 
 def _check_same_shapes(state: dict[str, Tensor], control: Control) -> None:
-    """UsageError on all ranks where two of them have another tensor under the same name."""
+    """UsageError on all ranks where two have different tensors under the same name."""
     mine = {name: f"{dtype_name(tensor)} {list(tensor.shape)}" for name, tensor in state.items()}
     mine = {name: form for name, form in mine.items() if not name.startswith(("rng.", "hpcrun."))}
     digest = f"{xxh3_64_intdigest(repr(sorted(mine.items())).encode()):016x}"
@@ -123,13 +124,15 @@ def _check_same_shapes(state: dict[str, Tensor], control: Control) -> None:
             other, its = first.setdefault(name, (rank, form))
             if its != form:
                 where = f"{form} on rank {rank}, but {its} on rank {other}"
-                raise UsageError(f"state: {name} is {where}; give what is a rank's own a name of its own")
+                raise UsageError(
+                    f"state: {name} is {where}; give tensors that differ between ranks different names"
+                )
 
 
-def fill_from_chunks(source: ChunkSource, state: dict[str, Tensor], *, only_prove: bool = False) -> None:
-    """Fill the state's tensors from a generation, whatever layout wrote it; a DamagedError may come late.
+def fill_from_chunks(source: ChunkSource, state: dict[str, Tensor], *, only_verify: bool = False) -> None:
+    """Fill tensors from a generation of any layout; DamagedError may come after some are filled.
 
-    `only_prove`: read what would fill them, and touch nothing.
+    `only_verify`: read and verify what would fill them, and change nothing.
     """
     direct, others = dict[tuple[ChunkSpec, ChunkLocation], Tensor](), dict[str, Tensor]()
     for name, tensor in state.items():
@@ -149,7 +152,7 @@ def fill_from_chunks(source: ChunkSource, state: dict[str, Tensor], *, only_prov
         chunks.setdefault(chunk, []).append(item)
     reader = (
         _ScratchDestinations(planner, direct, chunks)
-        if only_prove
+        if only_verify
         else _ChunkDestinations(planner, direct, chunks)
     )
     if isinstance(source, ChunkReader):
@@ -161,7 +164,7 @@ def fill_from_chunks(source: ChunkSource, state: dict[str, Tensor], *, only_prov
 
 
 def _only_chunk(manifest: Manifest, name: str, tensor: Tensor) -> tuple[ChunkSpec, ChunkLocation] | None:
-    """The chunk that is all of a tensor and can be read right into it; most are so, and need no plan."""
+    """Return the one chunk of a tensor that can be read into it directly; most tensors need no plan."""
     stored = manifest.tensors.get(name)
     if stored is None or len(stored.chunks) != 1 or isinstance(tensor, DTensor):
         return None
@@ -170,12 +173,12 @@ def _only_chunk(manifest: Manifest, name: str, tensor: Tensor) -> tuple[ChunkSpe
 
 
 def _lies_as_stored(tensor: Tensor) -> bool:
-    """Whether its memory has the bytes of its elements in order; a conjugate's is that of another."""
+    """Whether its memory holds its elements in order; a conjugate shares another tensor's memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class _ChunkDestinations:
-    """Gives each chunk the memory it is read into, and puts it where it belongs."""
+    """Provides the memory that chunks are read into, and copies them to their tensors."""
 
     def __init__(
         self,
@@ -184,16 +187,16 @@ class _ChunkDestinations:
         chunks: dict[tuple[ChunkSpec, ChunkLocation], list[ReadItem]],
     ) -> None:
         self._planner = planner
-        wanted: list[tuple[tuple[ChunkSpec, ChunkLocation], Tensor | list[ReadItem]]] = [
+        destinations: list[tuple[tuple[ChunkSpec, ChunkLocation], Tensor | list[ReadItem]]] = [
             *direct.items(),
             *chunks.items(),
         ]
-        self._chunks = sorted(wanted, key=lambda one: one[0][1])
+        self._chunks = sorted(destinations, key=lambda item: item[0][1])
         self._waiting: dict[ChunkSpec, tuple[Tensor, Tensor, list[ReadItem]]] = {}
         self._free: list[Tensor] = []
 
     def wanted(self) -> Iterator[tuple[ChunkSpec, ChunkLocation, memoryview]]:
-        """Every chunk in the order of the files: straight into its tensor, or into a buffer."""
+        """Yield every chunk in the order of the files, with its tensor's memory or a buffer."""
         for (piece, place), items in self._chunks:
             if isinstance(items, Tensor):
                 yield piece, place, raw_bytes(items)
@@ -203,16 +206,18 @@ class _ChunkDestinations:
             if whole and _lies_as_stored(target):
                 yield piece, place, raw_bytes(target)
                 continue
-            buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
-            if buffer.numel() < piece.size_bytes:
-                buffer = torch.empty(piece.size_bytes, dtype=torch.uint8)
+            buffer = self._take_buffer(piece.size_bytes)
             used = buffer[: piece.size_bytes]
             source = used.view(getattr(torch, piece.dtype)).view(piece.sizes)
             self._waiting[piece] = (source, buffer, items)
             yield piece, place, raw_bytes(used)
 
+    def _take_buffer(self, size_bytes: int) -> Tensor:
+        buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
+        return buffer if buffer.numel() >= size_bytes else torch.empty(size_bytes, dtype=torch.uint8)
+
     def arrived(self, piece: ChunkSpec, _into: memoryview) -> None:
-        """Copy what was read into a buffer to where it is wanted."""
+        """Copy a chunk from its buffer to its tensors, and free the buffer."""
         waiting = self._waiting.pop(piece, None)
         if waiting is None:
             return
@@ -224,30 +229,27 @@ class _ChunkDestinations:
 
 
 class _ScratchDestinations(_ChunkDestinations):
-    """Gives each chunk memory that nobody needs, and uses it again when the chunk is proved."""
+    """Provides scratch memory for chunks that are only verified."""
 
     def wanted(self) -> Iterator[tuple[ChunkSpec, ChunkLocation, memoryview]]:
-        """Every chunk in the order of the files."""
+        """Yield every chunk in the order of the files, with a buffer."""
         for (piece, place), _ in self._chunks:
-            size = piece.size_bytes
-            buffer = self._free.pop() if self._free else torch.empty(0, dtype=torch.uint8)
-            if buffer.numel() < size:
-                buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = self._take_buffer(piece.size_bytes)
             self._waiting[piece] = (buffer, buffer, [])
-            yield piece, place, raw_bytes(buffer[:size])
+            yield piece, place, raw_bytes(buffer[: piece.size_bytes])
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the host."""
-    # Detaching lets go of Python for a moment, for which the threads beside have been waiting.
+    """Return the memory of a contiguous tensor on the host."""
+    # Detaching releases Python's lock, which other threads would take for a while.
     memory: Any = tensor.detach() if tensor.requires_grad else tensor
-    if tensor.dtype in _AS_NUMPY and tensor.numel():  # the shorter way, for one of very many
+    if tensor.dtype in _AS_NUMPY and tensor.numel():  # the faster way
         return memoryview(memory.numpy()).cast("B")
     return memoryview(memory.reshape(-1).view(torch.uint8).numpy())
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """A type as the format writes it; UsageError for one that it does not know."""
+    """Return the name of a tensor's type in the save format; UsageError for one that cannot be saved."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in ITEM_BYTES:
         raise UsageError(f"a tensor of type {name} cannot be saved; use one of {', '.join(ITEM_BYTES)}")
@@ -256,17 +258,17 @@ def dtype_name(tensor: Tensor) -> str:
 
 @functools.cache
 def is_storable_dtype(dtype: torch.dtype) -> bool:
-    """Whether the format has this type."""
+    """Whether the save format has this type."""
     return str(dtype).removeprefix("torch.") in ITEM_BYTES
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _split_write_item(item: WriteItem) -> Iterator[tuple[ChunkSpec, tuple[slice, ...]]]:
-    """What torch would write at once, in pieces that a reader can prove one by one; no empty ones."""
+    """Cut a write item of torch's into pieces that a reader can verify one by one; skip empty ones."""
     data = item.tensor_data
     assert data is not None
     dtype = dtype_name(torch.empty(0, dtype=data.properties.dtype))
@@ -279,7 +281,7 @@ def _split_write_item(item: WriteItem) -> Iterator[tuple[ChunkSpec, tuple[slice,
 
 
 def _placeholder_item(digest: str, size_bytes: int) -> WriteItem:
-    """An item that is all that sharing out needs of a piece: an identity and a size."""
+    """Return a stand-in for another rank's piece: its identity and size are all that planning needs."""
     size = torch.Size([size_bytes])
     chunk = ChunkStorageMetadata(torch.Size([0]), size)
     data = TensorWriteData(chunk, TensorProperties(dtype=torch.uint8), size)
@@ -288,7 +290,7 @@ def _placeholder_item(digest: str, size_bytes: int) -> WriteItem:
 
 
 def _planner_metadata(manifest: Manifest, names: dict[str, Tensor]) -> Metadata:
-    """What the planner needs to know of the tensors of a generation."""
+    """Return a generation's metadata of these tensors, for the planner."""
     return Metadata(
         {
             name: TensorStorageMetadata(

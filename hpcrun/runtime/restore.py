@@ -1,4 +1,4 @@
-"""Going on from what the supervisor has decided: parts in this node's memory, and in that of others."""
+"""Restores what the supervisor has decided on: from the run directory, or from the memory of the nodes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def restore_from_plan(
     expected: dict[str, tuple[int, ...]],
     fit: EntrySelector | None = None,
 ) -> RestoreResult | None:
-    """Fill the state by the plan of this attempt; as the run directory has it where there is no plan.
+    """Fill the state by the restore plan of this attempt; from the run directory where there is no plan.
 
-    RanksDiedError where the planned generation is not whole after all: the next attempt passes it over, or
-    finds that it can be made whole.
+    RanksDiedError where the planned generation is not complete after all: the next attempt passes it over, or
+    finds that it can be completed.
     """
     plan = _agree_on_plan(attempt, control)
     if plan is None:
@@ -58,24 +58,31 @@ def restore_from_plan(
         with source:
             if len(set(control.allgather(source.structure))) > 1:
                 raise mark_raised_on_all(SiteError(f"{source.name}: ranks see different tensors in it"))
-            told: dict[str, Any] = {"passed_over": plan.passed_over, "lost_steps": plan.lost_steps}
-            return checkpoints.load_from(source, plan.stamp, state, expected, fit, **told)
+            return checkpoints.load_from(
+                source,
+                plan.stamp,
+                state,
+                expected,
+                fit,
+                passed_over=plan.passed_over,
+                lost_steps=plan.lost_steps,
+            )
     except SiteError as error:
         raise _record_unrestored(attempt, control, plan, str(error)) from None
 
 
 def _record_unrestored(attempt: Attempt, control: Control, plan: RestorePlan, why: str) -> RanksDiedError:
-    """Write down, for the supervisor, that the planned generation is not whole; the error to raise."""
+    """Record for the supervisor that the planned generation is not complete; return the error to raise."""
     assert plan.stamp is not None
     generation = plan.stamp.generation
     control.everywhere(lambda: write_json(attempt.restore_failure, {"generation": generation, "why": why}))
     return mark_raised_on_all(
-        RanksDiedError(f"step {plan.stamp.step} cannot be gone on from ({generation}): {why}")
+        RanksDiedError(f"step {plan.stamp.step} cannot be resumed from ({generation}): {why}")
     )
 
 
 def _agree_on_plan(attempt: Attempt, control: Control) -> RestorePlan | None:
-    """The plan, the same on every rank by its digest; None where the supervisor has made none."""
+    """Read the plan, the same on every rank by its digest; None where the supervisor has made none."""
     if not control.everywhere(attempt.restore.exists):
         return None
     plan: RestorePlan = _run_on_all_ranks(control, lambda: _read_plan(attempt.restore))
@@ -92,31 +99,31 @@ def _agree_on_plan(attempt: Attempt, control: Control) -> RestorePlan | None:
 
 def _read_plan(path: Path) -> RestorePlan:
     for _ in range(_TRIES):
-        if (told := read_json(path)) is not None:
+        if (content := read_json(path)) is not None:
             break
         time.sleep(_PAUSE_S)
     else:
         raise SiteError(f"{path}: cannot be seen on this node, but on others")
     try:
-        return parse_restore_plan(told)
+        return parse_restore_plan(content)
     except ValueError as error:
         raise SiteError(f"{path}: {error}") from None
 
 
 def _open_planned_generation(plan: RestorePlan, attempt: Attempt) -> DistributedReader:
-    """The planned generation as this rank reads it."""
-    told = os.environ.get(WORKER_SOCKET_VARIABLE, "")
-    here = Path(told).parent.name if told else os.uname().nodename
+    """Open the planned generation on this rank."""
+    socket = os.environ.get(WORKER_SOCKET_VARIABLE, "")
+    here = Path(socket).parent.name if socket else os.uname().nodename
     record = read_json(attempt.peers)
     peers = None
     if isinstance(record, dict):
-        addresses = {node: (str(one[0]), int(one[1])) for node, one in record["nodes"].items()}
+        addresses = {node: (str(address[0]), int(address[1])) for node, address in record["nodes"].items()}
         peers = PeerClient(PeerCredentials(attempt.run.id, here, record["secret"]), addresses)
     return DistributedReader(plan, here, peers)
 
 
 def _run_on_all_ranks(control: Control, action: Callable[[], Any]) -> Any:
-    """Do something on every rank; what fails on one fails on all."""
+    """Run an action on every rank; SiteError on all where it fails on one."""
     value: Any = None
     problem = None
     try:

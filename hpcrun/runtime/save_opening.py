@@ -50,8 +50,8 @@ def select_random_state(world_size: int, source: ChunkSource, control: Control) 
 
 def _refuse_mismatch(where: str, verb: str, names: Iterable[str]) -> None:
     if wrong := sorted(names):
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        rest = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise UsageError(
-            f"{where}: {verb} {wrong[0]}{more}; was the model changed?"
+            f"{where}: {verb} {wrong[0]}{rest}; was the model changed?"
             " Resume with the model of the run, or start a new run with model.weights"
         )

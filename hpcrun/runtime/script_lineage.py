@@ -97,9 +97,9 @@ class ScriptLineage:
         self._run, self._control = run, control
         self._is_inside = attempt is not None
         fields = control.everywhere(lambda: asdict(read_start_state(run, attempt)))
-        self.found = found = StartState(**fields)
+        self.found = state = StartState(**fields)
         if run.sweep_of_element is None:
-            run.assume(found.run_ids[0], found.run_ids[1:])
+            run.assume(state.run_ids[0], state.run_ids[1:])
         # A run restarts its script: what an earlier attempt has saved is this start's own.
         self._start = None if start == "new" and attempt is not None and attempt > 1 else start
         if start is None and run.path in _saved_by_this_process:
@@ -108,8 +108,8 @@ class ScriptLineage:
         number = int(os.environ.get(ATTEMPT_VARIABLE) or 1)
         self._restart_identity = find_restart_identity(os.environ, (starter, number) if starter else None)
         self._lease: WriterLease | None = None
-        self._newest = found.newest if self._start == "resume" else -1
-        self._may_save = not found.used or self._start is not None
+        self._newest = state.newest if self._start == "resume" else -1
+        self._may_save = not state.used or self._start is not None
         self._is_claimed = False
         self._watch = None if self._may_save else _TrainingStartGuard(self._refusal)
 

@@ -1,8 +1,9 @@
-"""Where a script's saves belong, how its ranks agree, and what holds for them: before the first save."""
+"""Resolves the directory and options of a script's saves from its arguments and environment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +16,45 @@ from hpcrun.specs.run_variables import ATTEMPT_VARIABLE, RUN_DIR_VARIABLE, WORKE
 from hpcrun.specs.rundir import RunDir
 
 
-def read_run_checkpoint_options(run: RunDir, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the job of this very run says of saves, but for its memory where it has none; else nothing."""
-    if str(run.path) != environ.get(RUN_DIR_VARIABLE) or not run.spec.exists():
-        return {}
-    section = load_run_job(run).spec.checkpoint
-    # When to save is the script's own affair.
-    return section.model_dump(mode="json", exclude={"every"} if section.memory else {"every", "memory"})
+@dataclass(frozen=True)
+class ScriptRun:
+    """The directory of a script's saves, and what this process has to do with it."""
+
+    run: RunDir
+    attempt: int | None
+    """The attempt that started this process, if the directory is its run's."""
+    has_agent: bool
+    """Whether an agent's checkpoint worker writes to the directory."""
+    options: dict[str, Any]
+    """The checkpoint section of the run's own job, if the directory is its; memory 0 is left out."""
+
+
+def find_script_run(directory: str | Path | None, environ: Mapping[str, str]) -> ScriptRun:
+    """Find the run directory; by default that of the run that started this process."""
+    own_path = environ.get(RUN_DIR_VARIABLE)
+    if directory is None and not own_path:
+        raise UsageError("Checkpointer: a directory is needed outside a run of hpcrun")
+    run = RunDir(Path(directory).resolve() if directory is not None else Path(own_path or ""))
+    if not own_path or run.path != Path(own_path):
+        return ScriptRun(run, None, has_agent=False, options={})
+    options: dict[str, Any] = {}
+    if run.spec.exists():
+        section = load_run_job(run).spec.checkpoint
+        # The script decides when to save.
+        excluded = {"every"} if section.memory else {"every", "memory"}
+        options = section.model_dump(mode="json", exclude=excluded)
+    return ScriptRun(run, int(environ.get(ATTEMPT_VARIABLE) or 1), WORKER_SOCKET_VARIABLE in environ, options)
 
 
 def build_checkpoint_spec(values: Mapping[str, Any], options: Mapping[str, Any]) -> CheckpointSpec:
-    """The `checkpoint` section that these values make; UsageError where one of them is wrong."""
+    """Build a `checkpoint` section of these values; UsageError where one is wrong."""
     try:
         spec = CheckpointSpec.model_validate({**values, **options})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        known = ", ".join(CheckpointSpec.model_fields)
-        raise UsageError(f"Checkpointer: {where}: {first['msg']}; options: {known}") from None
+        options_text = ", ".join(CheckpointSpec.model_fields)
+        raise UsageError(f"Checkpointer: {where}: {first['msg']}; options: {options_text}") from None
     for wrong in check_checkpoint(spec):
         raise UsageError(f"Checkpointer: {wrong.key.removeprefix('checkpoint.')}: {wrong.text}")
     return spec
-
-
-def resolve_run_directory(directory: str | Path | None, environ: Mapping[str, str]) -> tuple[RunDir, bool]:
-    """The directory as a run's, and whether an agent's worker is there that writes to just that one."""
-    told = environ.get(RUN_DIR_VARIABLE)
-    own = RunDir(Path(told)) if told else None
-    if directory is None:
-        if own is None:
-            raise UsageError("Checkpointer: a directory is needed outside a run of hpcrun")
-        run = own
-    else:
-        run = RunDir(Path(directory).resolve())
-    return run, own is not None and own.path == run.path and WORKER_SOCKET_VARIABLE in environ
-
-
-def find_own_attempt(run: RunDir, environ: Mapping[str, str]) -> int | None:
-    """The attempt of the run that has started this process, if the directory is that run's; else None."""
-    is_own = str(run.path) == environ.get(RUN_DIR_VARIABLE)
-    return int(environ.get(ATTEMPT_VARIABLE) or 1) if is_own else None

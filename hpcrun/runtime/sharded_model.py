@@ -31,7 +31,7 @@ from hpcrun.specs.plan import Plan
 
 
 class ShardedModel:
-    """Everything of the training state that torch holds on this rank."""
+    """All training state that torch holds on this rank."""
 
     def __init__(self, spec: ModelSpec, plan: Plan, train: TrainSpec, device: Device, rank: int) -> None:
         self._spec, self.device = spec, device
@@ -51,29 +51,29 @@ class ShardedModel:
         self._loss_share = 1.0 / (plan.degrees.dp * plan.degrees.cp * plan.degrees.tp)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """This rank's share of the global batch's mean loss, its gradients left in the optimizer's pieces."""
+        """Return this rank's share of the mean loss, and leave the gradients in the optimizer's pieces."""
         loss = self.engine.forward_backward(inputs, targets)
         self.optimizer.collect_gradients()
         self._tied.sum_gradients()
         return loss * self._loss_share
 
     def totals(self, share: Tensor) -> tuple[float, float, Tensor]:
-        """Loss of the global batch, global gradient norm (same on every rank), and this rank's part of it."""
+        """Return the global loss and gradient norm, and this rank's part of the squared norm."""
         squares = self.optimizer.square_sum()
         loss, square_sum = sum_over_ranks([share, squares], self.device.torch_device)
         return loss, math.sqrt(square_sum) if square_sum >= 0 else math.nan, squares
 
     def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """This rank's share of the mean loss, without gradients."""
+        """Return this rank's share of the mean loss, without gradients."""
         return self.engine.evaluate(inputs, targets) * self._loss_share
 
     def expected_entries(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that a checkpoint of this job holds, all ranks together."""
+        """Return the whole shape of every tensor that a checkpoint of this job holds."""
         return state_shapes(self._spec)
 
 
 def state_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a job's training state, and its whole shape: weights and AdamW's moments."""
+    """Return the whole shapes of a job's training state: weights and AdamW's moments."""
     entries: dict[str, tuple[int, ...]] = {}
     for name, shape in parameter_shapes(spec).items():
         entries[f"model.{name}"] = shape
@@ -82,7 +82,7 @@ def state_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def sum_over_ranks(values: list[Tensor], device: torch.device) -> list[float]:
-    """The sums over all ranks of a few scalars, in one collective."""
+    """Return the sums of a few scalars over all ranks, in one collective."""
     packed = torch.stack([value.detach().to(device, torch.float64) for value in values])
     if dist.is_initialized():
         dist.all_reduce(packed)
@@ -90,7 +90,7 @@ def sum_over_ranks(values: list[Tensor], device: torch.device) -> list[float]:
 
 
 def _initial_values(spec: ModelSpec, train: TrainSpec) -> ParameterValues:
-    """Where a parameter's first values come from: a directory of weights, or the seed."""
+    """Return the source of first values: a directory of weights, or the seed."""
     if spec.weights is not None:
         stored = HFWeights(Path(spec.weights))
         stored.check(spec)
@@ -103,7 +103,7 @@ def _initial_values(spec: ModelSpec, train: TrainSpec) -> ParameterValues:
 
 
 def _allocate_shards(stage: Decoder) -> None:
-    """Let FSDP lay out its shards now: it pads uneven ones into new memory, which the optimizer must see."""
+    """Have FSDP allocate its shards now: the optimizer must see the memory of padded ones."""
     for module in stage.modules():
         if isinstance(module, FSDPModule):
             module.unshard()

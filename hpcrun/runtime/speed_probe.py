@@ -1,6 +1,6 @@
-"""A fixed piece of work, done now and then on every rank: what it takes tells slow nodes from others.
+"""Measures a fixed piece of work on every rank from time to time, which tells slow nodes from others.
 
-Steps cannot tell: ranks wait for one another, so all of them take as long as the slowest.
+The time of steps does not: ranks wait for one another, so all take as long as the slowest.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from hpcrun.runtime.device import Device
 
 _PROBE_EVERY_S = 1.0
 _MAX_TIME_SHARE = 0.001
-"""Of the time since the last probe, which the next one may take."""
+"""The share of the time since the last probe that the next one may take."""
 _MAX_PROBE_S = 0.01
 _FIRST_ROUNDS = 3
 _MATRIX_SIZE = {"cpu": 192, "cuda": 2048}
 
 
 class SpeedProbe:
-    """Multiplies two matrices again and again, about once a second, for a thousandth of the time.
+    """Multiplies two matrices repeatedly, about once a second, for a thousandth of the time.
 
-    All rounds count: a rank that is held up for a moment every few milliseconds is as slow as one whose clock
-    is low. What the thread waits for a core does not count, because it is its neighbours' doing.
+    All rounds count: a rank that is interrupted every few milliseconds is as slow as one with a low clock.
+    Time spent waiting for a core does not count, because other processes cause it.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         size = _MATRIX_SIZE["cuda" if device.is_cuda else "cpu"]
-        # Made without random numbers: the run's own must not depend on us.
+        # Without random numbers, which would change those of the run.
         line = torch.arange(size, device=device.torch_device, dtype=torch.float32) / size
         self._matrix = line[:, None] * line[None, :]
         self._product = torch.empty_like(self._matrix)
@@ -42,7 +42,7 @@ class SpeedProbe:
             self._waits = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
 
     def step(self, step: int) -> None:
-        """At the beginning of a step, where nobody waits for this rank yet."""
+        """Probe, if it is time, at the beginning of a step, when no rank waits for this one."""
         passed = time.monotonic() - self._done
         if passed < _PROBE_EVERY_S:
             return
@@ -63,7 +63,7 @@ class SpeedProbe:
         return time.perf_counter() - begin - (self._waited_s() - waited)
 
     def _waited_s(self) -> float:
-        """For how long this thread could have run and had no core."""
+        """Return how long this thread was ready to run without a core."""
         if self._waits is None:
             return 0.0
         return int(os.pread(self._waits, 64, 0).split()[1]) / 1e9

@@ -93,9 +93,8 @@ class StateLoader:
             if tensor is None or tensor_identity(tensor) not in identities - {None}
         ]
         if self._strict:
-            _refuse_mismatch(
-                where, "has another shape or type of", [_describe_problem(*one) for one in match.mismatched]
-            )
+            mismatched = [_describe_problem(keys, problem) for keys, problem in match.mismatched]
+            _refuse_mismatch(where, "has another shape or type of", mismatched)
             _refuse_mismatch(where, "lacks", lacks)
             extra = [render_key_path(keys) for keys in match.extra]
             _refuse_mismatch(where, "also holds", [path for path in extra if path not in self._names])
@@ -283,9 +282,9 @@ class StateLoader:
         if isinstance(owner, torch.optim.Optimizer | torch.nn.Module):
             changed, values = [*changed, *values], []
         if changed and self._strict:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise UsageError(
-                f"{changed[0]}{more}: is not what was saved after load_state_dict of {name}"
+                f"{changed[0]}{rest}: is not what was saved after load_state_dict of {name}"
                 f" ({type(owner).__qualname__}); have it keep its state as it is, or load with strict=False"
             )
         changed += values
@@ -426,8 +425,8 @@ def _describe_problem(keys: KeyPath, problem: str) -> str:
 
 def _refuse_mismatch(where: str, verb: str, names: Sequence[str]) -> None:
     if names:
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise UsageError(
-            f"{where}: {verb} {names[0]}{more}; load with strict=False, or into the state that was saved (an"
+            f"{where}: {verb} {names[0]}{rest}; load with strict=False, or into the state that was saved (an"
             " optimizer that has not stepped yet has none: give the optimizer, not its state_dict())"
         )

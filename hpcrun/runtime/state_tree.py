@@ -81,8 +81,8 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
         (keys, problem) for keys, tensor in built.tensors.items() if (problem := tensor_problem(tensor))
     ]
     if problems:
-        more = f", and {len(problems) - 1} more cannot be saved" if len(problems) > 1 else ""
-        raise UsageError(f"state: {render_key_path(problems[0][0])}: {problems[0][1]}{more}")
+        rest = f", and {len(problems) - 1} more cannot be saved" if len(problems) > 1 else ""
+        raise UsageError(f"state: {render_key_path(problems[0][0])}: {problems[0][1]}{rest}")
     names = _cached_tensor_names(tuple(built.tensors))
     tensors = dict(zip(names, built.tensors.values(), strict=True))
     aliases = find_aliases(tensors)

@@ -1,4 +1,4 @@
-"""Lines on standard error for whoever reads the output of a script or a rank."""
+"""Notes on stderr of a script or a rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import sys
 
 
 def write_stderr_line(text: str) -> None:
-    """Write one line, at once."""
+    """Write one line and flush."""
     sys.stderr.write(f"hpcrun: {text}\n")
     sys.stderr.flush()

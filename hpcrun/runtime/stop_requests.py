@@ -1,4 +1,4 @@
-"""What asks a script to stop: SIGTERM, and SIGUSR2 near a time limit, kept until all ranks can answer it."""
+"""Catches the signals that ask a script to stop: SIGTERM, and SIGUSR2 near a time limit."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 class StopRequests:
-    """Takes the signals from its making on; before that they end the process, which has nothing to lose."""
+    """Catches the signals from its construction on; `arrived` tells whether one has come."""
 
     def __init__(self) -> None:
-        """UsageError in another thread than the first, where Python lets nobody take signals."""
+        """UsageError outside the main thread, where Python cannot handle signals."""
         if threading.current_thread() is not threading.main_thread():
             raise UsageError("Checkpointer.should_stop: call it in the main thread: no other hears signals")
         self.arrived = False
@@ -28,7 +28,7 @@ class StopRequests:
         }
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the previous handlers."""
         for number, before in self._before.items():
             if signal.getsignal(number) == self._take:
                 signal.signal(number, before if before is not None else signal.SIG_DFL)
@@ -37,7 +37,7 @@ class StopRequests:
     def _take(self, number: int, frame: FrameType | None) -> None:
         before: Callable[[int, FrameType | None], Any] | Any = self._before.get(signal.Signals(number))
         if os.getpid() != self._owner:
-            # A child that was forked (a data worker) ends as it would without us.
+            # A forked child, such as a data worker, ends as it would without this handler.
             signal.signal(number, before if before is not None else signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

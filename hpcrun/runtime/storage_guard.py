@@ -1,7 +1,7 @@
-"""Memory that is being copied from is not freed by its owner before the copy is over.
+"""Keeps memory from being freed while a thread copies from it.
 
-To resize the storage of a tensor frees what a thread beside may be reading, which ends the process. While
-such a thread reads, whoever resizes one of its storages waits for it.
+Resizing the storage of a tensor frees memory that another thread may be reading, which ends the process. Such
+a resize waits here until the thread has finished.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 _lock = threading.Lock()
 _guarded_storages: list[tuple[Future[Any], frozenset[int]]] = []
-"""Readers, and the storages that each of them reads."""
+"""Futures of readers, and the storages that each of them reads."""
 
 
 def guard_until_read(reading: Future[Any], tensors: Sequence[Tensor]) -> None:
-    """Let nobody resize the storages of these tensors until they have been read."""
+    """Make resizing the storages of these tensors wait until they have been read."""
     storages = frozenset(_storage_of(tensor) for tensor in tensors if tensor.is_cpu)
     if not storages:
         return
@@ -47,7 +47,7 @@ def _wait_before_resize(resize: Callable[..., Any]) -> Callable[..., Any]:
         storage = _storage_of(self) if isinstance(self, Tensor) else self._cdata
         for reading, storages in list(_guarded_storages):
             if storage in storages:
-                with suppress(Exception):  # the reader's own affair
+                with suppress(Exception):  # its error is raised at the fence
                     reading.result()
         return resize(self, *sizes, **options)
 

@@ -1,4 +1,4 @@
-"""How ranks come together over TCP: where this node is reached, a store at that address alone, a trial."""
+"""Connects ranks over TCP: this node's address, a store that listens there alone, and a connection test."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _BACKLOG = 4096
-_TRIES = 2
 
 
 def rank_address(control: Control) -> HostAddress:
-    """Where the ranks of other nodes reach this one: at gloo's interface, where that is set."""
+    """Return the address for ranks of other nodes: that of gloo's interface, where it is set."""
     if control.one_node:
         return HostAddress(LOOPBACK, "lo")
     interface = os.environ.get(GLOO_INTERFACE, "").partition(",")[0]
@@ -38,7 +37,7 @@ def rank_address(control: Control) -> HostAddress:
 
 
 def open_tcp_store(control: Control, address: str) -> TCPStore:
-    """Rank 0 opens a store at its own address and nowhere else, and the others are told where."""
+    """Open a store on rank 0, at this address alone, and connect the other ranks to it."""
     server: TCPStore | None = None
     place: tuple[str, int] = ("", 0)
     if control.rank == 0:
@@ -52,13 +51,14 @@ def open_tcp_store(control: Control, address: str) -> TCPStore:
     host, port = control.broadcast(place)
     if server is not None:
         return server
-    if why := _why_unreachable(address, host, port):
+    # A first failure may be a matter of time.
+    if why := why_unreachable(address, host, port) and why_unreachable(address, host, port):
         raise RanksDiedError(f"does not reach the store of rank 0 on node {control.nodes[0]}: {why}")
     return TCPStore(host, port, control.size, False, default_pg_timeout, wait_for_workers=False)
 
 
 def check_node_connectivity(control: Control, here: HostAddress) -> None:
-    """See that all nodes reach each other, where torch's groups would wait for half an hour; else say who."""
+    """RanksDiedError with the nodes that do not reach each other; torch would wait for half an hour."""
     with contextlib.ExitStack() as stack:
         mine: list[Any] | None = None
         if control.local_rank == 0:
@@ -68,15 +68,13 @@ def check_node_connectivity(control: Control, here: HostAddress) -> None:
         places = dict(filter(None, control.allgather(mine)))
         failed: dict[str, str] = {}
         if control.local_rank == 0:
-            for _ in range(_TRIES):
-                failed = trial.failures(choose_targets(places, control.node))
-                if not failed:
-                    break
-        told = control.allgather([control.node, failed, here.warning] if control.local_rank == 0 else None)
-    tried = {node: one for node, one, _ in filter(None, told)}
+            targets = choose_targets(places, control.node)
+            failed = trial.failures(targets) and trial.failures(targets)
+        answers = control.allgather([control.node, failed, here.warning] if control.local_rank == 0 else None)
+    tried = {node: failures for node, failures, _ in filter(None, answers)}
     words, _ = describe_unreachable(tried, [*tried])
     if words:
-        names = [f"{node}: {warning}" for node, _, warning in filter(None, told) if warning]
+        names = [f"{node}: {warning}" for node, _, warning in filter(None, answers) if warning]
         raise RanksDiedError("; ".join([f"the nodes do not reach each other: {words}", *names[:2]]))
 
 
@@ -85,17 +83,8 @@ def _listen(address: str) -> socket.socket:
     return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
 
 
-def _why_unreachable(own: str, host: str, port: int) -> str:
-    why = ""
-    for _ in range(_TRIES):
-        why = why_unreachable(own, host, port)
-        if not why:
-            break
-    return why
-
-
 def join_environment_store(world: World) -> Store:
-    """The store that launchers like torchrun name in the environment."""
+    """Join the store that launchers like torchrun name in the environment."""
     for name, value in (("RANK", world.rank), ("WORLD_SIZE", world.size)):
         os.environ.setdefault(name, str(value))
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -104,6 +93,6 @@ def join_environment_store(world: World) -> Store:
             f"{world.size} ranks were started by {world.kind}, but {' and '.join(missing)} is not set and"
             " there is no MPI to ask; set MASTER_ADDR and MASTER_PORT, or start with mpiexec"
         )
-    found: Store
-    found, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=default_pg_timeout)))
-    return found
+    store: Store
+    store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=default_pg_timeout)))
+    return store

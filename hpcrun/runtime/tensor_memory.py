@@ -1,4 +1,4 @@
-"""The memory that tensors lie in: which of them share it, and whether it has changed meanwhile."""
+"""Tells which tensors share memory, and whether their contents have changed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from hpcrun.runtime.resharding import is_storable_dtype, local_tensor
 _PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WHOLE_ITEMS, _SAMPLE_ITEMS, _SAMPLE_PLACES = 1024, 16, 4
-"""So many elements are compared all, and of more so many, which lie at so few places: what a sample costs is
-the lines of memory that it fetches."""
+"""Up to the first number of elements all are compared; of more, a sample at a few places, because each place
+costs a cache line."""
 
 
 def tensor_problem(tensor: Tensor) -> str:
-    """Why a tensor cannot be saved, or filled; empty where it can."""
+    """Return why a tensor cannot be saved or filled; empty where it can."""
     kind = type(tensor)
     if kind in _PLAIN_TENSOR_TYPES and _is_usual(tensor):
         return ""
     if kind is DTensor and isinstance(tensor, DTensor):
-        if any(isinstance(one, Partial) for one in tensor.placements):
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
             return "is a DTensor of partial sums; redistribute it"
         return tensor_problem(tensor.to_local())
-    # torch sets the class of a buffer as it does that of a parameter.
     if kind not in _PLAIN_TENSOR_TYPES:
         return f"is of the tensor type {kind.__module__}.{kind.__qualname__}; give a torch.Tensor"
     if tensor.layout is not torch.strided or tensor.is_nested:
@@ -48,7 +47,7 @@ def tensor_problem(tensor: Tensor) -> str:
 
 
 def _is_usual(tensor: Tensor) -> bool:
-    """What most tensors are, found out with few looks: in order in memory that is there."""
+    """Check quickly what holds for most tensors: contiguous, in memory that exists."""
     return (
         tensor.layout is torch.strided
         and is_storable_dtype(tensor.dtype)
@@ -60,7 +59,7 @@ def _is_usual(tensor: Tensor) -> bool:
 
 
 def tensor_identity(tensor: Tensor) -> Hashable | None:
-    """Equal for tensors that are one and the same; None for those without elements."""
+    """Return a value that is equal for the same tensor; None for tensors without elements."""
     local = local_tensor(tensor)
     if not local.numel():
         return None
@@ -71,23 +70,23 @@ def tensor_identity(tensor: Tensor) -> Hashable | None:
 
 
 def find_aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names of tensors that are another one, and the first name that has it."""
-    # Most begin where no other does; only of the others more has to be looked at, which takes longer.
+    """Return the names of tensors that repeat another one, with the first name of that."""
+    # Most addresses are unique; only the others need the slower comparison.
     begins = [local_tensor(tensor).data_ptr() for tensor in tensors.values()]
     if len(set(begins)) == len(begins):
         return {}
     counts = Counter(begins)
     first: dict[Hashable, str] = {}
-    found = dict[str, str]()
+    aliases = dict[str, str]()
     for name, begin in zip(tensors, begins, strict=True):
         identity = tensor_identity(tensors[name]) if counts[begin] > 1 else None
         if identity is not None and (owner := first.setdefault(identity, name)) != name:
-            found[name] = owner
-    return found
+            aliases[name] = owner
+    return aliases
 
 
 def overlapping_clusters(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Numbers of tensors whose memory may overlap, and of those that overlap themselves, together."""
+    """Yield groups of tensors, by number, whose memory may overlap; a tensor alone may overlap itself."""
     spans = []
     for number, tensor in enumerate(tensors):
         local = local_tensor(tensor)
@@ -108,7 +107,7 @@ def overlapping_clusters(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Whether some of its elements may be one in memory."""
+    """Whether some of its elements may share memory."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -119,7 +118,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def write_elements(target: Tensor, content: Tensor) -> None:
-    """Copy elements into a tensor, also where some of its own are one in memory: the last one wins."""
+    """Copy elements into a tensor; where its elements share memory, the last one wins."""
     if not overlaps_itself(target):
         target.copy_(content)
         return
@@ -129,38 +128,38 @@ def write_elements(target: Tensor, content: Tensor) -> None:
 
 
 def can_hold_all(targets: Sequence[Tensor], contents: Sequence[Tensor]) -> bool:
-    """Whether tensors that share memory could have these contents all at once; tries it beside them."""
+    """Whether tensors that share memory can hold these contents at the same time; tries it on a copy."""
     begin = min(target.data_ptr() for target in targets)
     end = max(target.data_ptr() + _element_span(target) * target.itemsize for target in targets)
     memory = torch.empty(end - begin + 16, dtype=torch.uint8)
-    # Elements have to begin at multiples of their size, as they do where the targets lie.
+    # Elements begin at multiples of their size, as in the targets.
     begin -= begin % 16
     tries = []
     for target in targets:
         start = (target.data_ptr() - begin) // target.itemsize
         room = memory[: memory.numel() // target.itemsize * target.itemsize].view(target.dtype)
-        one = room.as_strided(target.shape, target.stride(), start)
-        one = one.conj() if target.is_conj() else one
-        tries.append(torch._neg_view(one) if target.is_neg() else one)
-    for one, content in zip(tries, contents, strict=True):
-        write_elements(one, content)
-    return all(same_bytes(one, content) for one, content in zip(tries, contents, strict=True))
+        view = room.as_strided(target.shape, target.stride(), start)
+        view = view.conj() if target.is_conj() else view
+        tries.append(torch._neg_view(view) if target.is_neg() else view)
+    for view, content in zip(tries, contents, strict=True):
+        write_elements(view, content)
+    return all(same_bytes(view, content) for view, content in zip(tries, contents, strict=True))
 
 
-def same_bytes(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors have the same type, shape and bits; not a number equals itself."""
-    one, two = (local_tensor(tensor).detach().resolve_conj().resolve_neg() for tensor in (one, two))
-    if (one.dtype, one.shape) != (two.dtype, two.shape):
+def same_bytes(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits; NaN equals itself."""
+    first, second = (local_tensor(tensor).detach().resolve_conj().resolve_neg() for tensor in (first, second))
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    two = two.to(one.device)
-    return torch.equal(_as_bytes(one.reshape(-1)), _as_bytes(two.reshape(-1)))
+    second = second.to(first.device)
+    return torch.equal(_as_bytes(first.reshape(-1)), _as_bytes(second.reshape(-1)))
 
 
 class TensorSamples:
-    """Some elements of each of many tensors, of small ones all: what changes a tensor as a whole is seen."""
+    """Some elements of each of many tensors, all of small ones: shows changes of whole tensors."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """The tensors are held on to, and copied from again by `changed`."""
+        """Keep the tensors, which `changed` reads again."""
         self._views: dict[tuple[Any, ...], tuple[list[int], list[Tensor]]] = {}
         with torch.no_grad():
             for number, tensor in enumerate(tensors):
@@ -172,24 +171,24 @@ class TensorSamples:
 
     @torch.no_grad()
     def changed(self, gone: Collection[int] = ()) -> list[int]:
-        """Numbers of tensors with other elements by now; `gone`: those whose memory must not be looked at."""
-        found = []
+        """Return the numbers of changed tensors; `gone`: those whose memory must not be read."""
+        changed = []
         for (numbers, views), before in zip(self._views.values(), self._before, strict=True):
             if not gone and torch.equal(before, _concatenate_as_integers(views)):
                 continue
             parts = torch.split(before, [view.numel() for view in views])
             for number, view, part in zip(numbers, views, parts, strict=True):
                 if number not in gone and not torch.equal(_concatenate_as_integers([view]), part):
-                    found.append(number)
-        return sorted(found)
+                    changed.append(number)
+        return sorted(changed)
 
 
 def _sample_view(tensor: Tensor) -> Tensor:
-    """A view of some elements, in a row or a few; of a strange layout a copy."""
+    """Return a view of some elements, or a copy where the layout needs one."""
     local = local_tensor(tensor)
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
-    if local.dtype.itemsize == 1:  # torch cannot put all types of one byte in a row
+    if local.dtype.itemsize == 1:  # torch cannot concatenate all one-byte types
         local = local.view(torch.uint8)
     if (count := local.numel()) > _WHOLE_ITEMS:
         if local.is_contiguous():
@@ -201,7 +200,7 @@ def _sample_view(tensor: Tensor) -> Tensor:
 
 
 def _concatenate_as_integers(views: list[Tensor]) -> Tensor:
-    """A copy of views of one type, as whole numbers of their size: not a number equals itself."""
+    """Copy views of one type into one tensor of integers, in which NaN equals itself."""
     row = torch.cat(views)
     row = torch.view_as_real(row) if row.dtype == torch.complex128 else row
     return row.view(_INTEGER_DTYPES[row.itemsize]).reshape(-1)
@@ -212,5 +211,5 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _element_span(tensor: Tensor) -> int:
-    """How many elements lie between its first and its last one in memory, with both."""
+    """Return how many elements its memory spans, from the first to the last."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -131,7 +131,7 @@ class _RestrictedUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
-        raise _UnexpectedPickleError(f"it names {module}.{name}, which is no part of a list of tensors")
+        raise _UnexpectedPickleError(f"it names {module}.{name}, which is not part of a list of tensors")
 
 
 def _enum_member(owner: Any, name: str) -> Any:
@@ -146,11 +146,11 @@ def _read_metadata(path: Path) -> Metadata:
         with os.fdopen(open_regular(path), "rb") as file, _unchanged_classes():
             listing = _RestrictedUnpickler(file).load()
     except _UnexpectedPickleError as error:
-        raise UsageError(f"{path}: is refused: {error}; import only what torch itself has written") from None
+        raise UsageError(f"{path}: is refused: {error}; import only what torch has written") from None
     except (*_READ_ERRORS, pickle.UnpicklingError) as error:
         raise SiteError(f"{path}: is damaged: {' '.join(str(error).split())}") from None
     if not isinstance(listing, Metadata) or not isinstance(listing.storage_data, dict):
-        raise SiteError(f"{path}: is damaged: it is no list of tensors")
+        raise SiteError(f"{path}: is damaged: it is not a list of tensors")
     _check_metadata_types(path, listing)
     for info in listing.storage_data.values():
         if not is_plain_name(info.relative_path):

@@ -1,4 +1,4 @@
-"""One rank's dealings with its node's checkpoint worker: the connection, the slots, and the plan it knows."""
+"""A rank's session with its node's checkpoint worker: the connection, the slots, and the current plan."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hpcrun.runtime.snapshot import StateSnapshot
 from hpcrun.runtime.worker_client import WORKER_STUCK_S, RankWorkerClient, WorkerEndpoint, WorkerGoneError
 
 QUICK_ANSWER_S = 5.0
-"""For a sign of life of a worker that has been there, where training is not to be stopped."""
+"""For an answer of a worker that was there before, where training must not wait."""
 _CONNECT_POLL_S = 0.05
 
 
 class WorkerSession:
-    """What a rank has with the worker of its node, for one structure of the state."""
+    """A session with the worker of this node, for one structure of the state."""
 
     def __init__(self, control: Control, home: WorkerEndpoint) -> None:
         self._control, self._home = control, home
@@ -28,17 +28,17 @@ class WorkerSession:
         self.snapshot: StateSnapshot | None = None
         self.plan: WritePlan | None = None
         self.key = 0
-        """Of the plan, as the worker knows it."""
+        """The worker's number for the plan."""
         self.offered: list[CheckpointLevel] = []
-        """The levels that the worker stores at."""
+        """The levels that the worker offers."""
         self.node = ""
         self._is_planned = False
 
     def connect(self, *, may_wait: bool) -> None:
-        """See to it that there is a connection; WorkerGoneError where nobody answers."""
+        """Connect unless connected; WorkerGoneError where no worker answers."""
         if self.link is not None:
             return
-        # One that has been there, and is not, may be stopped, or hang where nobody can end it.
+        # A worker that was there before may be stopped, or hang in the kernel.
         was_there = bool(self.node) and not may_wait
         deadline = time.monotonic() + (QUICK_ANSWER_S if was_there else self._home.patience_s)
         while self.link is None:
@@ -51,7 +51,7 @@ class WorkerSession:
                 if is_refused or time.monotonic() > deadline:
                     raise
                 time.sleep(_CONNECT_POLL_S)
-        # Nodes that are only pretended share a host, but not a worker.
+        # Pretended nodes share a host, but not a worker.
         self.node = f"{self._control.node} {socket}"
 
     def has_plan(self, key: tuple[object, ...]) -> bool:
@@ -59,11 +59,11 @@ class WorkerSession:
         return self._is_planned and self.plan is not None and self.plan.key == key
 
     def plan_state(self, entries: dict[str, Tensor], key: tuple[object, ...]) -> None:
-        """Make a plan, together with all ranks; the worker does not know it yet."""
+        """Make a plan together with all ranks; `reserve` passes it to the worker."""
         self.plan, self._is_planned = plan_write(entries, self._control, key, self.node), False
 
     def reserve(self, slots: int, local_ranks: Sequence[int]) -> int:
-        """Have the worker keep slots for the plan; how many there are, 0 without a worker."""
+        """Have the worker reserve slots for the plan; return their number, 0 without a worker."""
         plan = self.plan
         if self.link is None or plan is None:
             return 0
@@ -84,13 +84,13 @@ class WorkerSession:
         self.link = None
 
     def close(self) -> None:
-        """Let go of worker and memory; what was filled stays the worker's to store."""
+        """Release worker and memory; the worker still stores what was filled."""
         self.disconnect()
         if self.snapshot is not None:
             self.snapshot.close()
         self.snapshot = None
 
     def reset(self) -> None:
-        """Close, and forget the plan: all ranks have to agree on one again."""
+        """Close, and forget the plan: all ranks must agree on one again."""
         self.close()
         self.plan, self._is_planned = None, False

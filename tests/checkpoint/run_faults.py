@@ -78,7 +78,7 @@ def _compared(root: Path, told: Told, strike: Strike) -> Told:
     told.silent += sum(ours != theirs for ours, theirs in pairs)
     for event in read_json_lines(run.events):
         if event["event"] == "restore" and event["attempt"] > 1:
-            told.loaded(f"{event['lost_steps']} steps lost, from {' and '.join(event['levels'])}")
+            told.loaded(f"{event['lost_steps']} steps lost, from {' and '.join(event['tiers'])}")
     return told
 
 

@@ -85,7 +85,7 @@ def test_a_rank_on_the_wrong_node_is_caught(desk: Desk, kind: str) -> None:
         data = ("data.text=python-stdlib", "data.pattern=a*.py", "data.seq_len=32")
         (desk.path / "job.yaml").write_text("model: tiny\n")
         run = desk.submit("job.yaml", "parallel.dp_shard=2", "parallel.pp=2", *pin, *data, "train.steps=2")
-        told = "rank 1: node is to be n03, is n02"
+        told = "rank 1: node should be n03, is n02"
     ended = desk.ended(run)
     assert ended["exit_code"] == 3, story(run)
     assert re.search(told, ended["message"])

@@ -192,7 +192,7 @@ Change = Callable[[dict[str, Any]], None]
     [
         (lambda state: state.pop("model.norm.weight"), "lacks model.norm.weight;"),
         (lambda state: state.update(extra=torch.zeros(2)), "also holds extra;"),
-        (lambda state: state.update({"lr": 0.1}), "also holds lr, which is no tensor"),
+        (lambda state: state.update({"lr": 0.1}), "also holds lr, which is not a tensor"),
         (
             lambda state: state.update({"model.norm.weight": torch.zeros(17)}),
             "has another shape of model.norm.weight: [17] instead of [16];",
@@ -300,8 +300,8 @@ def test_targets_and_options_that_make_no_sense_are_refused(saved_run: RunDir, t
         "export", saved_run.id, "--shard-size", "big", *out
     )
     assert "--dtype int8: not known" in refused("export", saved_run.id, "--dtype", "int8", *out)
-    assert "is nothing that can be imported" in refused("import", tmp_path / "full", "--name", "x")
-    assert "is no directory" in refused("import", tmp_path / "job.yaml", "--name", "x")
+    assert "cannot be imported: it has none of" in refused("import", tmp_path / "full", "--name", "x")
+    assert "is not a directory" in refused("import", tmp_path / "job.yaml", "--name", "x")
     assert not (tmp_path / "out").exists()
 
 

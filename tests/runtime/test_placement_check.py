@@ -80,22 +80,22 @@ def test_ranks_that_keep_to_their_cpus_pass(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_rank_that_came_up_bound_stops_the_job(tmp_path: Path) -> None:
     attempt = placed(tmp_path, *both(cpus=EVERY))
-    with pytest.raises(SiteError, match=f"rank 1: cpus is to be {EVERY}, is 97;"):
+    with pytest.raises(SiteError, match=f"rank 1: cpus should be {EVERY}, is 97;"):
         check_rank_placement(Alike(cpus={"before": "97"}, now="97"), attempt, {}, CPU)
 
 
 def test_a_rank_that_has_left_its_cpus_stops_the_job(tmp_path: Path) -> None:
-    with pytest.raises(SiteError, match=f"rank 1: cpus is to be {EVERY}, is 0-999"):
+    with pytest.raises(SiteError, match=f"rank 1: cpus should be {EVERY}, is 0-999"):
         check_rank_placement(Alike(now="0-999"), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
 
 
 def test_what_others_may_have_bound_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     attempt = placed(tmp_path, *both(cpus=EVERY), bound_by="either")
     check_rank_placement(Alike(cpus={"before": "97"}, now="97"), attempt, {}, CPU)
-    assert capsys.readouterr().err == f"hpcrun: rank 1: cpus is to be {EVERY}, is 97\n"
+    assert capsys.readouterr().err == f"hpcrun: rank 1: cpus should be {EVERY}, is 97\n"
     refused = {"before": "0-999", "refused": "Operation not permitted"}
     check_rank_placement(Alike(cpus=refused, now="0-999"), placed(tmp_path, *both(cpus=EVERY)), {}, CPU)
-    assert capsys.readouterr().err == f"hpcrun: rank 1: cpus is to be {EVERY}, is 0-999\n"
+    assert capsys.readouterr().err == f"hpcrun: rank 1: cpus should be {EVERY}, is 0-999\n"
 
 
 def test_nothing_decided_is_nothing_to_differ_from(tmp_path: Path) -> None:
@@ -107,11 +107,11 @@ def test_gpus_are_compared_by_their_uuids(tmp_path: Path, capsys: pytest.Capture
     attempt = placed(tmp_path, Binding(0, 0, "GPU-aa"), Binding(1, 1, "GPU-bb"))
     mine = replace(CPU, uuid="aa", visible=("aa", "bb"))
     check_rank_placement(Alike(uuid="bb"), attempt, {}, mine)
-    with pytest.raises(SiteError, match="rank 1: GPU is to be bb, is aa;"):
+    with pytest.raises(SiteError, match="rank 1: GPU should be bb, is aa;"):
         check_rank_placement(Alike(), attempt, {}, mine)
     # Where a container or the launcher hides a rank's own, they are given out by somebody else.
     check_rank_placement(Alike(uuid="cc", uuids=["cc"]), attempt, {}, mine)
-    assert capsys.readouterr().err == "hpcrun: rank 1: GPU is to be bb, is cc\n"
+    assert capsys.readouterr().err == "hpcrun: rank 1: GPU should be bb, is cc\n"
     check_rank_placement(Alike(uuid=None, uuids=[]), attempt, {}, CPU)
     assert capsys.readouterr().err == ""
 
@@ -178,5 +178,5 @@ def test_training_stops_where_one_rank_was_bound_by_somebody(
     with SignalQueue() as inbox:
         outcome = Supervisor(prepare_job(job, []), inbox, Recorder(), command=command).run()
     assert outcome.exit_code == 3
-    assert "rank 1: cpus is to be" in outcome.message
+    assert "rank 1: cpus should be" in outcome.message
     assert "rank 0: cpus" not in outcome.message

@@ -102,7 +102,7 @@ def test_a_planned_generation_that_is_damaged_ends_the_attempt_and_is_told(place
     data = bytearray(place.slot.read_bytes())
     data[200] ^= 1
     place.slot.write_bytes(data)
-    with pytest.raises(RanksDiedError, match="step 7 cannot be gone on from"):
+    with pytest.raises(RanksDiedError, match="step 7 cannot be resumed from"):
         place.restore(place.plan)
     told = json.loads(place.attempt.restore_failure.read_text())
     assert told["generation"] == place.stamp.generation
