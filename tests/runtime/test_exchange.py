@@ -23,7 +23,7 @@ from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.verify import find_generation_damages
 from hpcrun.cli.ckpt import app
 from hpcrun.errors import HpcrunError
-from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import LoneControl
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.runtime.export import export_hf
 from hpcrun.runtime.hf_weights import HFWeights
@@ -69,7 +69,7 @@ def saved_run(job: Path, runs_root: Path) -> RunDir:
     """A run with a save of step 4, of a state that is known."""
     made = create_run("small")
     made.spec.write_text(render_job(load_job(job).spec), encoding="utf-8")
-    DirectCheckpointer(made.checkpoints, connect_ranks(None), attempt=1, keep=2).save(4, 16, state_of(job))
+    DirectCheckpointer(made.checkpoints, LoneControl(), attempt=1, keep=2).save(4, 16, state_of(job))
     return made
 
 
@@ -112,7 +112,7 @@ def restored(checkpoints: Path, job: Path) -> tuple[int, int, dict[str, Tensor]]
     """What training would go on from."""
     state = {name: torch.zeros_like(tensor) for name, tensor in state_of(job).items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    found = DirectCheckpointer(checkpoints, connect_ranks(None), attempt=2, keep=2).restore(state, shapes)
+    found = DirectCheckpointer(checkpoints, LoneControl(), attempt=2, keep=2).restore(state, shapes)
     assert found is not None
     assert found.saved is not None
     return found.saved.step, found.saved.position, state
@@ -331,7 +331,7 @@ def test_a_number_that_does_not_fit_the_type_is_not_lost(
 ) -> None:
     state = state_of(job)
     state["model.norm.weight"][3] = 1e6
-    DirectCheckpointer(saved_run.checkpoints, connect_ranks(None), attempt=1, keep=2).save(6, 24, state)
+    DirectCheckpointer(saved_run.checkpoints, LoneControl(), attempt=1, keep=2).save(6, 24, state)
     words = ("export", saved_run.id, "--out", tmp_path / "hf", "--dtype")
     said = refused(*words, "float16")
     assert said == "--dtype float16: model.norm.weight holds 1e+06, too large for it; use bfloat16"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hpcrun.errors import SpecError, UsageError
-from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import LoneControl
 from hpcrun.runtime.initial_weights import adopt_initial_weights
 from hpcrun.runtime.model import parameter_shapes
 from hpcrun.specs.base_model import read_base_model
@@ -435,7 +435,7 @@ def test_training_that_begins_with_weights_checks_them_and_keeps_what_is_beside_
     job: Path, tmp_path: Path, runs_root: Path
 ) -> None:
     tensors = make(tmp_path / "in", job, lambda _name: BF16, config={"torch_dtype": "bfloat16"})
-    run, control = create_run("begun"), connect_ranks(None)
+    run, control = create_run("begun"), LoneControl()
     spec = spec_of(job).model_copy(update={"weights": str(tmp_path / "in")})
     told_of = adopt_initial_weights(spec, run, control, "float32")
     assert (told_of.is_hashed, told_of.dtypes) == (False, {"bfloat16": len(tensors)})

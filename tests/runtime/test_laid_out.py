@@ -15,7 +15,7 @@ from hpcrun.checkpoint.generation import GenerationReader
 from hpcrun.checkpoint.lustre.storage import CheckpointStorage
 from hpcrun.errors import SiteError
 from hpcrun.runtime import data_files
-from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import LoneControl
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.specs.checkpoint import DurableSpec
 from hpcrun.specs.saves import resumable_checkpoints
@@ -37,12 +37,12 @@ def lustre(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Emulated:
 
 def save(root: Path) -> dict[str, Any]:
     """Save a step; what its manifest says of its one data file."""
-    DirectCheckpointer(root, connect_ranks(None), attempt=1, keep=1, durable=WIDE).save(2, 8, STATE)
+    DirectCheckpointer(root, LoneControl(), attempt=1, keep=1, durable=WIDE).save(2, 8, STATE)
     (saved,) = resumable_checkpoints(root)
     with GenerationReader(saved) as generation:
         found: dict[str, Any] = generation.manifest.layout["data-00000.bin"]
     loaded = {"model.x": torch.zeros(1000)}
-    DirectCheckpointer(root, connect_ranks(None), attempt=2, keep=1).restore(loaded, {"model.x": (1000,)})
+    DirectCheckpointer(root, LoneControl(), attempt=2, keep=1).restore(loaded, {"model.x": (1000,)})
     assert torch.equal(loaded["model.x"], STATE["model.x"])
     return found
 

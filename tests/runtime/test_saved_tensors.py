@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.runtime.connect import connect_ranks
+from hpcrun.runtime.control import LoneControl
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer
 from hpcrun.runtime.export import export_hf
 from hpcrun.runtime.hf_weights import HFWeights
@@ -44,13 +44,13 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_a_view_is_saved_as_its_own_elements(tmp_path: Path, view: Tensor) -> None:
-    DirectCheckpointer(tmp_path, connect_ranks(None), attempt=1, keep=1).save(1, 1, {"model.x": view})
+    DirectCheckpointer(tmp_path, LoneControl(), attempt=1, keep=1).save(1, 1, {"model.x": view})
     (saved,) = resumable_checkpoints(tmp_path)
     with GenerationReader(saved) as generation:
         assert generation.manifest.tensors["model.x"].size_bytes == view.numel() * 4
     # Into memory that lies as strangely.
     state = {"model.x": torch.zeros(tuple(reversed(view.shape))).permute(tuple(reversed(range(view.dim()))))}
-    DirectCheckpointer(tmp_path, connect_ranks(None), attempt=2, keep=1).restore(
+    DirectCheckpointer(tmp_path, LoneControl(), attempt=2, keep=1).restore(
         state, {"model.x": tuple(view.shape)}
     )
     assert torch.equal(state["model.x"], view)
@@ -65,7 +65,7 @@ def test_tied_weights_are_stored_once_everywhere_and_come_back_tied(tmp_path: Pa
     assert "model.lm_head.weight" not in state
     run = create_run("tied")
     run.spec.write_text(render_job(job))
-    DirectCheckpointer(run.checkpoints, connect_ranks(None), attempt=1, keep=1).save(4, 16, state)
+    DirectCheckpointer(run.checkpoints, LoneControl(), attempt=1, keep=1).save(4, 16, state)
     (saved,) = resumable_checkpoints(run.checkpoints)
     export_hf(run, saved, tmp_path / "hf")
     weights = HFWeights(tmp_path / "hf")
