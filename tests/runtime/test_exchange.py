@@ -290,13 +290,13 @@ def test_targets_and_options_that_make_no_sense_are_refused(saved_run: RunDir, t
         words = ("export", saved_run.id, "--format", form, "--out")
         assert "is not empty; give a new directory" in refused(*words, tmp_path / "full")
     out = ("--out", tmp_path / "out")
-    assert "--format zip: not known; use hf, dcp, hpcrun" in refused(
+    assert "--format zip: is not known; use hf, dcp, hpcrun" in refused(
         "export", saved_run.id, "--format", "zip", *out
     )
     assert "--dtype: is of --format hf" in refused(
         "export", saved_run.id, "--format", "dcp", "--dtype", "float16", *out
     )
-    assert "--shard-size big: is no size; write 5GB" in refused(
+    assert "--shard-size big: is not a size; write 5GB" in refused(
         "export", saved_run.id, "--shard-size", "big", *out
     )
     assert "--dtype int8: not known" in refused("export", saved_run.id, "--dtype", "int8", *out)
