@@ -15,7 +15,7 @@ from hpcrun.health.node_checks import judge_clock
 from hpcrun.health.preflight import PreflightReport, PreflightRequest
 from hpcrun.hostlist import fold_hosts
 from hpcrun.launch import recovery
-from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.agents.nodes import NodeQueries
 from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.specs.cluster import ClusterSpec
@@ -155,7 +155,7 @@ def rank_adapters(
     return hcas_by_node
 
 
-def run_preflight(ask: PreflightRequest, nodes: Nodes) -> PreflightResult:
+def run_preflight(ask: PreflightRequest, nodes: NodeQueries) -> PreflightResult:
     """Have every node look at itself, and judge what they say."""
     sent, began = time.time(), time.monotonic()
     answers = nodes.preflight(ask)

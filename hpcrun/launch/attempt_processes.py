@@ -12,7 +12,7 @@ from typing import Any
 
 from hpcrun import process
 from hpcrun.errors import EXIT_DONE, EXIT_SAVED
-from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.agents.nodes import AttemptRanks
 from hpcrun.launch.attempt_events import (
     AttemptEvent,
     AttemptFinished,
@@ -44,7 +44,7 @@ _POLL_STARTING_S = 0.03
 class AttemptProcesses:
     """The processes of an attempt, from their start until nothing is left of them."""
 
-    def __init__(self, launch: LaunchRequest, inbox: SignalQueue, nodes: Nodes) -> None:
+    def __init__(self, launch: LaunchRequest, inbox: SignalQueue, nodes: AttemptRanks) -> None:
         self.launch = launch
         self._signal_queue, self._nodes = inbox, nodes
         self._up: set[int] = set()

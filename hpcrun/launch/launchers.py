@@ -17,7 +17,7 @@ from hpcrun.errors import SiteError
 from hpcrun.files import open_for_append
 from hpcrun.hostlist import fold_hosts
 from hpcrun.hydra import find_mpiexec, read_wait_statuses
-from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.agents.nodes import AttemptRanks
 from hpcrun.slurm.allocation import step_environment
 from hpcrun.specs.placement import Placement
 from hpcrun.specs.rundir import Attempt
@@ -57,7 +57,7 @@ class Launcher(Protocol):
     def name(self) -> str:
         """The command that people know it by."""
 
-    def start(self, launch: LaunchRequest, nodes: Nodes) -> subprocess.Popen[bytes]:
+    def start(self, launch: LaunchRequest, nodes: AttemptRanks) -> subprocess.Popen[bytes]:
         """Start them; what comes back lives as long as they do."""
 
 
@@ -100,7 +100,7 @@ class HydraLauncher:
         self._mpiexec = find_mpiexec()
         self._agents, self._interface = agents, interface
 
-    def start(self, launch: LaunchRequest, nodes: Nodes) -> subprocess.Popen[bytes]:
+    def start(self, launch: LaunchRequest, nodes: AttemptRanks) -> subprocess.Popen[bytes]:
         """Start the ranks.
 
         Ours are both the clean-up (Hydra would blur who died first) and the signals (it dies of some).
@@ -119,7 +119,7 @@ class HydraLauncher:
         return child
 
     def _start_proxies(
-        self, child: subprocess.Popen[bytes], launch: LaunchRequest, hosts: Sequence[str], nodes: Nodes
+        self, child: subprocess.Popen[bytes], launch: LaunchRequest, hosts: Sequence[str], nodes: AttemptRanks
     ) -> None:
         """Hydra prints what is to be started on which host, and waits until it has been."""
         log = launch.attempt.launcher_log
@@ -153,7 +153,7 @@ class SrunLauncher:
     def __init__(self, pmi: str, options: Sequence[str] = (), order: Sequence[str] = ()) -> None:
         self._pmi, self._options, self._order = pmi, tuple(options), tuple(order)
 
-    def start(self, launch: LaunchRequest, nodes: Nodes) -> subprocess.Popen[bytes]:
+    def start(self, launch: LaunchRequest, nodes: AttemptRanks) -> subprocess.Popen[bytes]:
         """Start the ranks on their nodes alone; the agents see which of them dies, and the end is ours."""
         argv = ["srun", f"--nodes={len(launch.placement.nodes)}", f"--ntasks={launch.ranks}"]
         argv += ["--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
@@ -183,7 +183,7 @@ class MpirunLauncher:
     def __init__(self) -> None:
         self._mpirun = _find_open_mpi()
 
-    def start(self, launch: LaunchRequest, nodes: Nodes) -> subprocess.Popen[bytes]:
+    def start(self, launch: LaunchRequest, nodes: AttemptRanks) -> subprocess.Popen[bytes]:
         """Start the ranks, each where its line of the rank file says."""
         ranks = launch.attempt.rank_file
         lines = (f"rank {rank}={node} slot=*\n" for rank, node in enumerate(launch.placement.ranks))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from zlib import crc32
 
 from hpcrun.errors import SiteError
-from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.agents.nodes import NodeQueries
 from hpcrun.launch.comm_settings import choose_comm_settings
 from hpcrun.launch.rendezvous import RendezvousPoint, RendezvousRequest
 from hpcrun.launch.run_context import RunContext
@@ -27,7 +27,7 @@ def build_rank_environment(
     spec: JobSpec,
     site: RunContext,
     placement: Placement,
-    nodes: Nodes,
+    nodes: NodeQueries,
     note: Callable[[str], None],
 ) -> dict[str, str]:
     """Everything that a rank finds in its environment; what the job says is stronger than what we choose."""
@@ -59,7 +59,7 @@ def _collect_rendezvous_points(
     spec: JobSpec,
     site: RunContext,
     placement: Placement,
-    nodes: Nodes,
+    nodes: NodeQueries,
     note: Callable[[str], None],
 ) -> dict[str, RendezvousPoint]:
     """Where the nodes of an attempt are reached; nobody is asked where there is nothing to be known."""
@@ -86,7 +86,7 @@ def _collect_rendezvous_points(
 
 
 def _master_address(
-    points: Mapping[str, RendezvousPoint], placement: Placement, nodes: Nodes
+    points: Mapping[str, RendezvousPoint], placement: Placement, nodes: NodeQueries
 ) -> dict[str, str]:
     """Where the ranks of a program meet; where rank 0's node is lost meanwhile, nothing will be started."""
     first = placement.ranks[0]

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import cast
 
-from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.agents.nodes import NodeStates
 from hpcrun.launch.attempt_events import NodeLost
 from hpcrun.launch.node_pool import NodePool
 from hpcrun.launch.run_context import RunContext
@@ -32,9 +32,9 @@ def roster(nodes: int) -> NodePool:
     return NodePool(PreparedJob(spec, None), RunContext(Allocation(1, NAMES, "1", is_batch=False)))
 
 
-def some(*alive: str, lost: str = "") -> Nodes:
+def some(*alive: str, lost: str = "") -> NodeStates:
     gone = [NodeLost(name, "unplugged", time.time()) for name in lost]
-    return cast(Nodes, Some(alive or NAMES, gone))
+    return cast(NodeStates, Some(alive or NAMES, gone))
 
 
 def test_a_suspect_is_replaced_as_long_as_there_are_spares() -> None:

@@ -21,7 +21,7 @@ from hpcrun.checkpoint.restore.decide import decide_restore, describe_plan_level
 from hpcrun.checkpoint.restore.intact_parts import find_intact_parts
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.errors import SiteError, UsageError
-from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.agents.nodes import NodeWorkers
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing.durability_watchdog import DurabilityWatchdog
 from hpcrun.launch.checkpointing.level_tracker import LevelTracker, TierEvent
@@ -72,7 +72,7 @@ class CheckpointCoordinator:
         self,
         run: RunDir,
         spec: JobSpec,
-        nodes: Nodes,
+        nodes: NodeWorkers,
         tell: EventCallback,
         note: Callable[[str], None],
         network: NetworkSpec | None = None,

@@ -15,7 +15,7 @@ from hpcrun.checkpoint.parity.sets import FailureDomains
 from hpcrun.checkpoint.restore_plan import RestorePlan
 from hpcrun.checkpoint.worker_messages import PartsCopied, WorkerDied, WorkerMessage
 from hpcrun.hostlist import fold_hosts
-from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.agents.nodes import NodeStates
 from hpcrun.launch.checkpointing.worker_client import WorkerClient
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.events.checkpoint import SpareReplicaEvent
@@ -73,7 +73,7 @@ class SpareReplicaScheduler:
     """One a run: gives the spares their orders, one at a time, and hears what came of them."""
 
     def __init__(
-        self, workers: WorkerClient, nodes: Nodes, spec: CheckpointSpec, note: Callable[[str], None]
+        self, workers: WorkerClient, nodes: NodeStates, spec: CheckpointSpec, note: Callable[[str], None]
     ) -> None:
         self._workers, self._nodes, self._note = workers, nodes, note
         self._is_wanted = spec.memory > 0 and spec.replicate_to_spares is not False

@@ -13,7 +13,7 @@ from hpcrun.checkpoint.flush.spare_replicas import is_spare_replica
 from hpcrun.checkpoint.levels import GenerationId, InventoryEntry
 from hpcrun.checkpoint.restore.inventory import InventoryReader
 from hpcrun.checkpoint.restore_plan import RebuildOrder
-from hpcrun.launch.agents.nodes import Nodes
+from hpcrun.launch.agents.nodes import NodeWorkers
 
 READY_TIMEOUT_S = 30.0
 INVENTORY_TIMEOUT_S = 20.0
@@ -28,7 +28,7 @@ _A = TypeVar("_A", wire.WorkerInventory, wire.PartsRebuilt)
 class WorkerClient:
     """One a node; those of lost nodes are silent."""
 
-    def __init__(self, nodes: Nodes) -> None:
+    def __init__(self, nodes: NodeWorkers) -> None:
         self._nodes = nodes
         self.peers: WorkerAddresses = {}
         """Where those that have come up are reached by the others."""
