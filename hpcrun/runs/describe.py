@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -11,10 +12,10 @@ from hpcrun.masking import Masker
 from hpcrun.runs.checkpoint_stats import CheckpointStats
 from hpcrun.runs.follow import find_batch_logs
 from hpcrun.runs.ledger import GoodputLedger, read_ledger, sum_ledgers
-from hpcrun.runs.level_text import describe_spare_replicas
 from hpcrun.runs.run_state import RunState, read_element_states, read_run_states, with_slurm_state
 from hpcrun.runs.snapshot import read_replica_counts
-from hpcrun.specs.events.log import read_events
+from hpcrun.specs.events.checkpoint import SpareReplicaEvent
+from hpcrun.specs.events.log import EventRecord, read_events
 from hpcrun.specs.metrics import read_metrics
 from hpcrun.specs.predecessors import read_predecessors
 from hpcrun.specs.provenance import read_provenance
@@ -78,6 +79,19 @@ def _event_clock_time(run: RunDir, at: float | None) -> float:
 def read_checkpoint_stats(run: RunDir) -> CheckpointStats:
     """What its saves have come to at each level; of a sweep nothing."""
     return CheckpointStats().take_all(read_metrics(run))
+
+
+def describe_spare_replicas(records: Iterable[EventRecord]) -> list[str]:
+    """A line for what spares hold of the newest save of which any has something, as far as events tell."""
+    steps: dict[int, list[str]] = {}
+    attempt = None
+    for record in records:
+        if record.attempt != attempt:
+            steps, attempt = {}, record.attempt
+        event = record.event
+        if isinstance(event, SpareReplicaEvent) and event.of:
+            steps.setdefault(event.step, []).append(f"{', '.join(event.of)} on {event.node}")
+    return [f"spares: copies of step {max(steps)}: {'; '.join(steps[max(steps)])}"] if steps else []
 
 
 def read_sweep_results(run: RunDir) -> list[tuple[dict[str, Any], RunState]]:

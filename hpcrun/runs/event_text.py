@@ -17,10 +17,18 @@ from hpcrun.specs.events.attempt import (
     RankFailedEvent,
     ResultEvent,
 )
+from hpcrun.specs.events.checkpoint import CheckpointFailedEvent, CheckpointStoredEvent
 from hpcrun.specs.events.event import Event, format_hosts, format_rank_ranges
 from hpcrun.specs.events.log import EventRecord, open_events
 from hpcrun.specs.events.supervisor import FaultEvent
-from hpcrun.specs.metrics import FlushMetric, MetricReader, MetricRecord
+from hpcrun.specs.metrics import (
+    FlushMetric,
+    Metric,
+    MetricReader,
+    MetricRecord,
+    SaveFailedMetric,
+    StoredMetric,
+)
 from hpcrun.specs.placement import read_placement
 from hpcrun.specs.rundir import RunDir
 
@@ -53,6 +61,8 @@ class EventFormatter:
         self._finished: set[int] = set()
         self._fallen: dict[int, set[int]] = {}
         self._said: dict[int, str] = {}
+        self._outcomes: set[tuple[int, int, str, bool]] = set()
+        """Attempt, step and tier of each save, and whether the tier has it."""
 
     def tell(
         self,
@@ -64,7 +74,9 @@ class EventFormatter:
         lines = [
             EventLine(record.time, record.attempt, record.kind, text)
             for record in metrics
-            if not isinstance(record.metric, FlushMetric) and (text := str(record).partition("\n")[0])
+            if not isinstance(record.metric, FlushMetric)
+            and self._is_news(record.attempt, record.metric)
+            and (text := str(record).partition("\n")[0])
         ]
         groups: list[list[EventRecord]] = []
         for record in events:
@@ -99,7 +111,22 @@ class EventFormatter:
             case LauncherEndedEvent() if attempt in self._finished | self._fallen.keys():
                 # Only where neither a rank nor the result was there before is its end worth a line.
                 return None
+            case _ if not self._is_news(attempt, event):
+                return None
         return _event_line(first, str(first))
+
+    def _is_news(self, attempt: int, fact: Event | Metric) -> bool:
+        """False for the second record of what became of a save: rank 0 and the supervisor write one each."""
+        match fact:
+            case StoredMetric(step=step, level=tier) | CheckpointStoredEvent(step=step, tier=tier):
+                outcome = attempt, step, tier, True
+            case SaveFailedMetric(step=step, level=tier) | CheckpointFailedEvent(step=step, tier=tier):
+                outcome = attempt, step, tier, False
+            case _:
+                return True
+        is_news = outcome not in self._outcomes
+        self._outcomes.add(outcome)
+        return is_news
 
     def _ranks(self, attempt: int, alike: Sequence[Event]) -> str:
         """The first rank to fall is told whole, those after it as a number; an orderly end is not told."""

@@ -220,7 +220,7 @@ class SaveFailedMetric(Metric):
 
     def __str__(self) -> str:
         """Which level, and why."""
-        return f"step {self.step}: was not saved ({self.level}): {self.why}"
+        return f"step {self.step}: {self.level} save failed: {self.why}"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from hpcrun.specs.events.supervisor import FaultEvent, RelaunchEvent, RequeueEve
 from hpcrun.specs.records import write_json
 from hpcrun.specs.rundir import RunDir
 from hpcrun.telemetry.sidecar import load_sidecar_state, print_to_console, write_sidecar_log
+from hpcrun.typed_json import Count, WrongValue, parse_typed
 
 SCHEMA_VERSION = 1
 HOOKS_STATE = "hooks"
@@ -48,9 +49,9 @@ Record = Mapping[str, Any]
 class StateChanges:
     """From events to changes of state; dumps to JSON and reads back."""
 
-    number: int = 0
+    number: Count = 0
     state: str = ""
-    attempt: int = 0
+    attempt: Count = 0
     firing: list[str] = field(default_factory=list)
     """The keys of the faults that the run has not recovered from."""
 
@@ -226,12 +227,7 @@ def _hook_environment(document: Mapping[str, Any]) -> dict[str, str]:
     return {f"HPCRUN_HOOK_{name}": str("" if value is None else value) for name, value in told.items()}
 
 
-def _parse_state_changes(found: Any) -> StateChanges:
-    with suppress(TypeError):
-        made = StateChanges(**found)
-        is_sound = (
-            is_valid_count(made.number) and is_valid_count(made.attempt) and isinstance(made.firing, list)
-        )
-        if is_sound and isinstance(made.state, str):
-            return made
+def _parse_state_changes(values: Any) -> StateChanges:
+    with suppress(WrongValue):
+        return parse_typed(StateChanges, values)
     return StateChanges()

@@ -26,7 +26,7 @@ REQUIRED_OPTIONS = {
     "export": ["--out", "out"],
     "download": ["--from", "local:///tmp/x"],
 }
-PLACEHOLDERS = {"run": "other", "step": "3", "other": "6", "scenario": "scenario.yaml"}
+PLACEHOLDERS = {"run": "other", "source": "weights", "step": "3", "other": "6", "scenario": "scenario.yaml"}
 Capture = pytest.CaptureFixture[str]
 
 
@@ -53,7 +53,7 @@ def run_words(command: Any) -> Iterator[list[str]]:
 
 def every_way_to_name_a_run() -> Iterator[list[str]]:
     for verb, where in VERBS.items():
-        command: Any = typer.main.get_command(importlib.import_module(where.module).app)
+        command: Any = typer.main.get_command(importlib.import_module(f"hpcrun.cli.{where.module}").app)
         command = getattr(command, "commands", {}).get(verb, command)
         for words, leaf in leaves(command, [verb]):
             for arguments in run_words(leaf):
@@ -87,13 +87,19 @@ def test_the_verbs_that_take_a_run_are_found() -> None:
     assert {way[0] for way in WAYS} >= {"train", "submit", "status", "events", "chaos", "ckpt", "tune"}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(way))
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.torch] * ("import" in way)) for way in WAYS],
+    ids=map(" ".join, WAYS),
+)
 def test_every_verb_refuses_a_run_of_the_version_before(
     way: list[str], old_run: RunDir, capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text("name: x\ncommand: [./a]\n")
     (tmp_path / "scenario.yaml").write_text("- {at: 1s, do: kill-rank, rank: 0}\n")
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "model.safetensors").touch()
     other = create_run("other")
     other.spec.write_text("name: other\n")
     shutil.copytree(OLD_RUN / "checkpoints", other.checkpoints, dirs_exist_ok=True)

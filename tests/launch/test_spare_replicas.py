@@ -14,7 +14,7 @@ from hpcrun.checkpoint.levels import HeldPart, InventoryEntry
 from hpcrun.launch.agents import worker_process as hosts
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing.spare_replicas import assign_replicas
-from hpcrun.runs.level_text import describe_spare_replicas
+from hpcrun.runs.describe import describe_spare_replicas
 from hpcrun.specs.events.log import parse_event
 from tests.launch.test_coordinator import NODES, PROGRAM, Site, held, parity, part, site, stamp
 

@@ -156,7 +156,7 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
     ]
     assert words == [
         "step 5: saved after 3.5 s beside training",
-        "step 10: was not saved (durable): rank 0 on n01: no space left",
+        "step 10: durable save failed: rank 0 on n01: no space left",
     ]
     stream = io.StringIO()
     display = LineDisplay(12, stream)
@@ -166,7 +166,7 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
     assert stream.getvalue().splitlines() == [
         "hpcrun: step 5: 7.451 GiB on their way to durable after 2.5 s",
         "hpcrun: step 5: saved after 3.5 s beside training",
-        "hpcrun: step 10: was not saved (durable): rank 0 on n01: no space left",
+        "hpcrun: step 10: durable save failed: rank 0 on n01: no space left",
     ]
     told, _ = describe_run(directory)
     assert told["save_levels"] == asdict(CheckpointStats().take_all(leveled().metric_records))

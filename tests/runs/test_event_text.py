@@ -230,3 +230,35 @@ def test_following_goes_on_until_the_run_is_over() -> None:
     assert [one.text for one in found if one.what == "exit"] == [TOLD[7][1], "done at step 60"]
     with pytest.raises(UsageError, match="nothing to wait for"):
         follow_events(create_run("s"), take, lambda text: None, pace)
+
+
+def test_a_save_is_told_once_whoever_writes_it_down_first() -> None:
+    """Rank 0 and the supervisor both record that a tier has a save, or does not get it."""
+    facts: dict[str, Any] = {"seconds": 1.5, "size_bytes": 7, "lag_s": 2.0}
+    metrics = [
+        line(61, "stored", 60, level="durable", **facts),
+        line(62, "stored", 60, level="object", **facts),
+        line(71, "save_failed", 70, level="durable", why="rank 0 on n01: disk full"),
+    ]
+    events = [
+        event(60.5, "checkpoint_stored", step=60, tier="durable"),
+        event(60.6, "checkpoint_stored", step=60, tier="parity"),
+        event(62.5, "checkpoint_stored", step=60, tier="object"),
+        event(71.5, "checkpoint_failed", step=70, tier="durable", problem="n01: disk full"),
+    ]
+    assert texts(tell(EventFormatter(), events, metrics)) == [
+        (1, "step 60: saved after 2.0 s beside training"),
+        (1, "step 60: saved (object) after 2.0 s beside training"),
+        (1, "step 70: durable save failed: rank 0 on n01: disk full"),
+    ]
+    told = [
+        (1, "step 60: saved"),
+        (1, "step 60: saved (object)"),
+        (1, "step 70: durable save failed: n01: disk full"),
+    ]
+    assert texts(tell(EventFormatter(), events)) == told
+    formatter = EventFormatter()
+    assert texts(tell(formatter, events)) == told
+    assert tell(formatter, [], metrics) == []
+    again = event(90, "checkpoint_stored", 2, step=60, tier="durable")
+    assert texts(tell(formatter, [again])) == [(2, "step 60: saved")], "a later attempt saves it anew"

@@ -150,7 +150,7 @@ def test_the_newest_attempt_s_steps_stand_and_evaluations_are_no_steps() -> None
             "step 7: saved (object) after 9.0 s beside training",
             False,
         ),
-        ("save_failed", {"why": "disk full"}, "step 7: was not saved (durable): disk full", False),
+        ("save_failed", {"why": "disk full"}, "step 7: durable save failed: disk full", False),
         ("save_stalled", {"why": "slow"}, "step 7: is held up (durable): slow", False),
         (
             "save_skipped",

@@ -13,6 +13,9 @@ from hpcrun.specs.events.event import (
 )
 from hpcrun.typed_json import Count
 
+_QUIET_TIERS = ("memory", "local", "parity")
+"""Reached many times an hour."""
+
 
 @dataclass(frozen=True)
 class ErasureSetsEvent(Event):
@@ -70,8 +73,9 @@ class CheckpointStoredEvent(Event):
     size_bytes: Count | None = None
 
     def __str__(self) -> str:
-        # The other tiers are reached many times an hour.
-        return f"step {self.step}: saved" if self.tier == "durable" else ""
+        if self.tier in _QUIET_TIERS:
+            return ""
+        return f"step {self.step}: saved" + (f" ({self.tier})" if self.tier != "durable" else "")
 
 
 @dataclass(frozen=True)
