@@ -13,6 +13,7 @@ import pytest
 import typer
 
 from hpcrun.cli.main import VERBS
+from tests.tiers import HERE, TIERS
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "hpcrun").rglob("*.py"))
@@ -157,3 +158,8 @@ def test_every_make_target_that_the_readme_shows_exists() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     shown = re.findall(r"(?:^[$\s]*|`)make ([a-z]+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.M)
     assert set(shown) <= targets
+
+
+def test_the_places_that_have_markers_exist() -> None:
+    """A test file that was renamed must not fall out of its tier."""
+    assert not {place for places in TIERS.values() for place in places.split() if not (HERE / place).exists()}

@@ -18,14 +18,15 @@ TIERS = {
         checkpoint/test_faults.py checkpoint/test_object_tier.py checkpoint/test_objects.py
         checkpoint/test_peer_service.py checkpoint/test_spare_replicas.py checkpoint/test_storage.py
         checkpoint/test_worker.py cli/test_branch.py cli/test_cluster_verbs.py cli/test_data_verbs.py
-        cli/test_doctor_verb.py cli/test_events_verbs.py cli/test_runs_verbs.py cli/test_safety.py
-        cli/test_submit_verb.py cli/test_surroundings.py cli/test_train_verb.py launch/test_admission.py
-        launch/test_agent_pool.py launch/test_batch_task.py launch/test_checkpointing.py
-        launch/test_coordinator.py launch/test_elastic_plan.py launch/test_fault_cases.py
-        launch/test_half_runs.py launch/test_io_retry.py launch/test_lost_early.py launch/test_ports.py
-        launch/test_predecessors.py launch/test_rank_command.py launch/test_slow.py
-        launch/test_spare_replicas.py launch/test_supervisor.py launch/test_supervisor_restart.py
-        launch/test_watching.py runs/test_postmortem.py runs/test_requests.py runs/test_run_state.py
+        cli/test_doctor_verb.py cli/test_events_verbs.py cli/test_older_runs.py cli/test_runs_verbs.py
+        cli/test_safety.py cli/test_submit_verb.py cli/test_surroundings.py cli/test_train_verb.py
+        launch/test_admission.py launch/test_agent_pool.py launch/test_batch_task.py
+        launch/test_checkpointing.py launch/test_coordinator.py launch/test_elastic_plan.py
+        launch/test_fault_cases.py launch/test_half_runs.py launch/test_io_retry.py
+        launch/test_lost_early.py launch/test_ports.py launch/test_predecessors.py
+        launch/test_rank_command.py launch/test_slow.py launch/test_spare_replicas.py
+        launch/test_supervisor.py launch/test_supervisor_restart.py launch/test_watching.py
+        runs/test_postmortem.py runs/test_requests.py runs/test_run_state.py
         security/test_foreign_states.py security/test_listeners.py security/test_safe_path.py
         security/test_shared_places.py security/test_template_values.py security/test_whose_run.py
         slurm/test_allocation.py slurm/test_executor.py slurm/test_inputs.py slurm/test_queue.py
@@ -33,7 +34,10 @@ TIERS = {
         telemetry/test_hooks.py telemetry/test_sidecar.py test_address.py test_login_imports.py
         test_process.py
         """,
-    "torch": "checkpoint/test_faults.py launch/test_slow.py runtime security/test_foreign_states.py",
+    "torch": """
+        checkpoint/test_faults.py cli/test_older_runs.py launch/test_slow.py runtime
+        security/test_foreign_states.py
+        """,
     "mpi": """
         bench/test_pingpong.py chaos/test_inject.py checkpoint/test_faults.py lab/test_lab_openmpi.py
         launch/test_admission.py launch/test_batch_task.py launch/test_elastic_plan.py

@@ -230,6 +230,7 @@ def test_a_quota_of_a_server_that_is_silent_is_read_in_part(lustre: Emulated) ->
     assert off.value.number == errno.ESRCH
 
 
+@pytest.mark.process
 def test_a_refused_command_and_a_missing_one_are_told(
     lustre: Emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
