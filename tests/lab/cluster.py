@@ -107,6 +107,11 @@ class Node:
             raise SiteError(f"{self.name} of the lab is powered off")
         return self._space
 
+    @property
+    def is_off(self) -> bool:
+        """Whether it is without power."""
+        return self._space is None
+
     def run(
         self,
         argv: Sequence[str],
@@ -389,6 +394,10 @@ class Lab:
             self._set(stuck, "down", "reason=stuck")
             self._resume(stuck)
         self.wait_for_state(self.nodes, {"idle"})
+
+    def give_up_lost(self) -> None:
+        """Set the nodes without power down now; by itself Slurm does so after SlurmdTimeout."""
+        self._set([node.name for node in self.nodes if node.is_off], "down", "reason=lost")
 
     def _resume(self, names: Iterable[str]) -> None:
         # One that came back by itself meanwhile cannot be resumed: who waits for it will see.

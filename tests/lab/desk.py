@@ -67,6 +67,11 @@ class Desk:
             assert time.monotonic() < end, story(run)
             time.sleep(0.1)
 
+    def until_none_is_left(self, run: RunDir) -> None:
+        """Wait until Slurm has no job any more; on lost nodes one completes only when they are given up."""
+        self.lab.give_up_lost()
+        self.until(lambda: self.lab.run(["squeue", "-h"]).stdout == "", run)
+
     def ended(self, run: RunDir, timeout_s: float = PATIENCE_S) -> dict[str, Any]:
         """The exit record of a run, when it has one."""
         self.until(run.exit.exists, run, timeout_s)

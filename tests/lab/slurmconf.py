@@ -32,9 +32,10 @@ GresTypes=gpu
 MpiDefault=pmi2
 ReturnToService=2
 SlurmdParameters=config_overrides
-# Short, but no shorter: one ping goes to all nodes together and waits three times TCPTimeout for a dead
-# one, and whoever was not asked again within SlurmdTimeout counts as dead too.
-SlurmdTimeout=20
+# No shorter: one ping goes to all nodes together and waits three times TCPTimeout for a dead one, and a node
+# that has not answered within SlurmdTimeout counts as dead too. On a busy machine 20 s took down healthy
+# nodes. Tests that cannot wait that long set a dead node down as an admin would (Lab.give_up_lost).
+SlurmdTimeout=60
 TCPTimeout=1
 KillWait=5
 SchedulerParameters=batch_sched_delay=0,bf_interval=1

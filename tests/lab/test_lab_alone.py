@@ -51,7 +51,7 @@ def test_the_run_goes_on_with_the_same_losses_and_slurm_knows_nothing_of_it(
     nodes = [records(run, f"attempts/{attempt}/placement.json")[0]["nodes"] for attempt in (1, 2)]
     assert nodes[0] == nodes[1]
     assert losses(run) == losses(plain)
-    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    desk.until_none_is_left(run)
     shown = desk.lab.run(["scontrol", "show", "job", job_of(run)]).require_success().stdout
     assert "JobState=COMPLETED" in shown
     assert "ExitCode=0:0" in shown
@@ -70,6 +70,6 @@ def test_on_one_node_too_and_a_request_to_stop_reaches_the_new_one(desk: Desk) -
     assert json.loads(desk.hpcrun("status", run.id, "--json").stdout)["state"] == "running"
     desk.hpcrun("cancel", run.id)
     assert desk.ended(run)["status"] == "interrupted", story(run)
-    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    desk.until_none_is_left(run)
     shown = desk.lab.run(["scontrol", "show", "job", job_of(run)]).require_success().stdout
     assert "ExitCode=130:0" in shown

@@ -49,6 +49,6 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: 
     assert "out of memory; 1 part from the memory of spares" in told
     assert "spares: copies of step" in desk.hpcrun("describe", run.id).stdout
     # The agents give the memory back when they leave, which is a moment after the end of the run.
-    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    desk.until_none_is_left(run)
     for node, there in desk.shared_memory({*second, *first["spares"]}).items():
         assert there <= before[node], f"{node}\n{story(run)}\n{desk.lab.log('slurmctld')[-5000:]}"

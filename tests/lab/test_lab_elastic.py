@@ -45,7 +45,8 @@ def test_without_a_spare_a_lost_node_costs_a_replica_until_there_are_nodes_again
     told = next(line for line in read_json_lines(run.events) if line["event"] == "relaunch")
     assert (told["replicas"], told["replicas_before"], told["spares_left"]) == (2, 3, 0)
     # That Slurm takes the node from the job does not disturb it either.
-    desk.lab.wait_for_state([lost], {"down", "down*"}, 90)
+    desk.lab.give_up_lost()
+    desk.lab.wait_for_state([lost], {"down", "down*"})
     seen = max(steps(run))
     desk.until(lambda: max(steps(run)) > seen + 5, run)
     desk.hpcrun("stop", run.id)

@@ -15,13 +15,13 @@ def reaches(one: Node, other: Node) -> bool:
 
 
 def test_slurm_notices_a_node_without_power_while_others_go_on(lab: Lab) -> None:
-    lab.run(["sbatch", "--parsable", "-wn01", "-o/dev/null", "--wrap=sleep 60"]).require_success()
+    lab.run(["sbatch", "--parsable", "-wn01", "-o/dev/null", "--wrap=sleep 600"]).require_success()
     node = lab.node("n02")
     node.space.path("/dev/shm/old").write_text("x", encoding="utf-8")
     node.power_off()
     with pytest.raises(SiteError, match="n02 of the lab is powered off"):
         node.run(["true"])
-    lab.wait_for_state([node], {"down*", "down"}, timeout_s=120)
+    lab.wait_for_state([node], {"down*", "down"}, timeout_s=200)
     # Slurm itself may doubt a healthy node for a moment, when a dead one holds up its pings.
     going_on = ["squeue", "--noheader", "--format=%T %N"]
     lab.wait_until(lambda: lab.run(going_on).stdout.split() == ["RUNNING", "n01"], 60)

@@ -63,7 +63,7 @@ def go_on_without(what: str, desk: Desk, placement: str) -> None:
     assert stored(run, "durable") == [60]
     assert steps(run) == steps(undisturbed)
     # The agents give the memory back when they leave, which is a moment after the end of the run.
-    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    desk.until_none_is_left(run)
     for node, there in desk.shared_memory(second).items():
         assert there <= before[node], node
 

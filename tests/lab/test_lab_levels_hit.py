@@ -20,11 +20,12 @@ def test_whoever_takes_over_goes_on_from_memory(desk: Desk, launcher: str) -> No
     first = records(run, "attempts/1/placement.json")[0]["nodes"]
     desk.lab.node(first[0]).power_off()
     desk.until(lambda: bool(events(run, "failover")), run)
+    desk.lab.give_up_lost()
     assert desk.ended(run)["status"] == "done", story(run)
     (restored,) = events(run, "restore")
     assert (restored["tiers"], restored["rebuilt"]) == (["memory", "parity"], 1), story(run)
     second = records(run, "attempts/2/placement.json")[0]["nodes"]
-    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    desk.until_none_is_left(run)
     for node, there in desk.shared_memory(second).items():
         assert there <= before[node], node
 
@@ -55,7 +56,7 @@ def test_a_killed_agent_costs_its_node_but_no_save(desk: Desk) -> None:
     (restored,) = events(run, "restore")
     assert "durable" not in restored["tiers"], story(run)
     assert restored["step"] >= 10
-    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    desk.until_none_is_left(run)
     # What the killed agent cannot give back, the next run on that node does.
     for node, there in desk.shared_memory({*before} - {nodes[-1]}).items():
         assert there <= before[node], node

@@ -97,7 +97,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_queued_again(desk: Desk) -> No
     ended = desk.ended(run)
     assert (ended["status"], ended["exit_code"]) == ("saved", 75), story(run)
     assert outcomes(run) == [("saved", None)]
-    desk.until(lambda: desk.lab.run(["squeue", "-h"]).stdout == "", run)
+    desk.until_none_is_left(run)
     # By hand it goes on, as the next attempt.
     desk.hpcrun("submit", "--resume", run.id, "env.UP_TO='1'")
     assert desk.ended(run)["status"] == "done", story(run)
