@@ -16,6 +16,7 @@ import hpcrun
 from hpcrun.specs.records import write_json
 from hpcrun.specs.run_lookup import create_run
 from hpcrun.specs.rundir import RunDir
+from tests.metric_lines import metric_line
 
 DOCS = Path(__file__).parents[1] / "docs" / "python.md"
 NAMES = [
@@ -42,7 +43,7 @@ def finished(runs_root: Path) -> RunDir:
     run.spec.write_text("name: pretrain\n")
     attempt = run.attempt(1).create()
     attempt.log(0).write_text("hello\n")
-    steps = [{"kind": "step", "attempt": 1, "step": step, "loss": 4.0 - step / 2} for step in (2, 3)]
+    steps = [metric_line("step", step, loss=4.0 - step / 2) for step in (2, 3)]
     run.metrics.write_text("".join(f"{json.dumps(record)}\n" for record in steps))
     ended = {
         "event": "exit",

@@ -159,7 +159,7 @@ def _inject(do: str, run: str, yes: bool, dry_run: bool, as_json: bool, **values
 
     fault, problems = parse_fault({"do": do} | {key.rstrip("_"): value for key, value in values.items()})
     if fault is None:
-        raise UsageError("\n".join(str(SpecProblem(f"--{one.key}", one.text)) for one in problems))
+        raise UsageError("\n".join(str(SpecProblem(f"--{each.key}", each.text)) for each in problems))
     run_dir = find_run(run, use="plan" if dry_run else "act")
     inject.require_running(run_dir)
     target = inject.find_target(run_dir, fault)

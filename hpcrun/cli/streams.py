@@ -1,7 +1,7 @@
-"""Standard output and error of the command: what they do not take must not change what the command says.
+"""Standard output and error of the command: lost output does not change what the command does.
 
-A verb that acts, or whose exit code is its answer, goes on when nobody reads what it prints, and its exit
-code is that of what it has done. Output that is lost is told on standard error.
+A verb that acts, or whose exit code is its answer, continues if its output is not read, and its exit code is
+that of what it did. Lost output is reported on standard error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _PERMANENT_ERRORS = (errno.EPIPE, errno.EBADF)
 
 
 class _LenientFile(io.FileIO):
-    """A descriptor that takes everything, and remembers what has become of it."""
+    """A descriptor whose writes never fail; it remembers the last error."""
 
     failure: OSError | None = None
     ends_with_reader = False
-    """Whether a reader that goes away is an error, so that what follows a run does not do so for ever."""
+    """Whether a closed pipe is an error, so that a command that follows a run ends."""
 
     def write(self, data: object) -> int:
         """Write, or drop what cannot be written."""
@@ -39,7 +39,7 @@ class _LenientFile(io.FileIO):
 
 
 class OutputStreams:
-    """The two streams, in place of Python's own from now on; what stands in their place already is left."""
+    """Replaces Python's standard streams, unless they were replaced already."""
 
     def __init__(self) -> None:
         open_missing_descriptors()
@@ -52,12 +52,12 @@ class OutputStreams:
             self._error, sys.stderr = _open_stream(2, sys.stderr)
 
     def end_with_reader(self) -> None:
-        """The command is over as soon as nobody reads its output: BrokenPipeError."""
+        """End the command with BrokenPipeError as soon as its output pipe is closed."""
         if self._output is not None:
             self._output.ends_with_reader = True
 
     def lost(self) -> str | None:
-        """Why output was lost, but for a reader that has seen enough; None where all of it was taken."""
+        """Why output was lost; None if none was, or if the reader closed the pipe."""
         if self._output is not None:
             self._output.ends_with_reader = False
         sys.stdout.flush()
@@ -73,7 +73,7 @@ def _open_stream(number: int, stream: TextIO | None) -> tuple[_LenientFile, Text
     if stream is not None:
         stream.flush()
         encoding, errors = stream.encoding, stream.errors or errors
-    # No letter of a name is a reason to fail.
+    # Characters that cannot be encoded are no reason to fail.
     errors = "backslashreplace" if errors == "strict" else errors
     is_by_line = number == 2 or raw.isatty()
     return raw, io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=is_by_line)

@@ -1,8 +1,8 @@
-"""What a terminal gets to see: names and messages from elsewhere are shown, and never obeyed.
+"""Escaping of terminal output: control sequences in names and messages from elsewhere have no effect.
 
 A run's name, a node's, a message of another user's or a line of Slurm's may hold sequences that move the
-cursor, write the clipboard or turn text around. Whatever is printed while a verb runs goes through here, to a
-pipe as well: what is behind it is mostly a terminal, too.
+cursor, write the clipboard or reverse text. All output of a verb is escaped here, also into a pipe, behind
+which there is mostly a terminal.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ _CONTROL_CHARACTERS = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff"
     "\ud800-\udfff]|\r(?!\n)"
 )
-"""Control characters of one and of two bytes, what turns text around, and halves of characters."""
+"""Control characters of one and of two bytes, characters that reverse text, and surrogates."""
 _COLOUR_SEQUENCE = re.compile(r"\x1b\[[0-9;:]{0,64}m")
 
 
 def escape_control_characters(text: str) -> str:
-    """The same text with everything that a terminal would obey written out, such as \\x1b."""
+    """The text with control characters written out, such as \\x1b."""
     return _CONTROL_CHARACTERS.sub(_escape_match, text)
 
 
 def escape_to_one_line(text: str) -> str:
-    """The same, line breaks too: for a cell of a table, which is to stay one."""
+    """The same with line breaks written out, for a cell of a table."""
     return escape_control_characters(text).replace("\r", "\\r").replace("\n", "\\n")
 
 
 def escape_log_text(text: str) -> str:
-    """What a program has printed: its colours and returns stay, as they do no more than that."""
+    """The output of a program with control characters written out, except colours and carriage returns."""
     pieces: list[str] = []
     at = 0
-    for found in _COLOUR_SEQUENCE.finditer(text):
-        pieces += [_escape_log_line(text[at : found.start()]), found[0]]
-        at = found.end()
+    for match in _COLOUR_SEQUENCE.finditer(text):
+        pieces += [_escape_log_line(text[at : match.start()]), match[0]]
+        at = match.end()
     return "".join([*pieces, _escape_log_line(text[at:])])
 
 
@@ -46,7 +46,7 @@ def _escape_log_line(text: str) -> str:
 
 
 def write_log(text: str) -> None:
-    """Print what a program has printed, and end the colours that it has left on."""
+    """Print the output of a program, and reset the colours that it left on."""
     stream, shown = unescaped_stream(sys.stdout), escape_log_text(text)
     colours = _COLOUR_SEQUENCE.findall(shown)
     stream.write(shown + ("\x1b[0m" if colours and colours[-1] not in ("\x1b[0m", "\x1b[m") else ""))
@@ -54,15 +54,15 @@ def write_log(text: str) -> None:
 
 
 def unescaped_stream(stream: TextIO) -> TextIO:
-    """The stream behind: for our own drawing, of which no word comes from elsewhere."""
+    """The stream without escaping, for text that is entirely our own."""
     return stream.behind if isinstance(stream, _EscapingStream) else stream
 
 
 @contextmanager
 def escaping_streams() -> Iterator[None]:
-    """Let standard output and error take text alone, for as long as the block lasts."""
+    """Escape standard output and error inside the block."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (one if one is None else _EscapingStream(one) for one in before)
+    sys.stdout, sys.stderr = (stream and _EscapingStream(stream) for stream in before)
     try:
         yield
     finally:
@@ -70,7 +70,7 @@ def escaping_streams() -> Iterator[None]:
 
 
 class _EscapingStream:
-    """A text stream to which nothing is written that a terminal obeys."""
+    """A text stream that escapes control characters."""
 
     def __init__(self, behind: TextIO) -> None:
         self.behind = behind
@@ -89,8 +89,8 @@ class _EscapingStream:
         return getattr(self.behind, name)
 
 
-def _escape_match(found: re.Match[str]) -> str:
-    number = ord(found[0])
+def _escape_match(match: re.Match[str]) -> str:
+    number = ord(match[0])
     if 0xDC80 <= number <= 0xDCFF:  # a byte of a name that is no UTF-8
         return f"\\x{number - 0xDC00:02x}"
     return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"

@@ -105,7 +105,7 @@ def _end_sidecars(child: subprocess.Popen[bytes], note: Callable[[str], None]) -
         child.wait(FINAL_DELIVERY_S + _EXIT_WAIT_S)
         # Its exit code may have been reaped with that of the ranks.
         if child.stdout.read().decode() != ALL_DELIVERED:
-            note("telemetry: what looks after it has died on the way; the run was not told of to its end")
+            note("telemetry: the exporter process died; metrics are incomplete")
     except subprocess.TimeoutExpired:
         note("telemetry: what was still to be told took too long, and was dropped")
         process.kill_child(child)

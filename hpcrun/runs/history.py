@@ -64,7 +64,7 @@ class MeasuredCosts:
 def count_run_failures(runs: Iterable[RunDir], cluster: str | None) -> FailureHistory:
     """Failures and node time of the newest runs on a cluster (None: runs without a profile).
 
-    Runs on which faults were rehearsed say nothing of the machine and are left out.
+    Runs with injected faults say nothing of the machine and are left out.
     """
     total = FailureHistory()
     for run in list(runs)[-MAX_HISTORY_RUNS:]:

@@ -1,9 +1,9 @@
 """Who leads a run: epochs that are given once, a lease that its supervisor renews, and who may come after it.
 
-Three rules make that one acts at a time. An epoch is a file that only one process can make. A supervisor
-that finds a newer epoch than its own stops. And nobody makes a newer one while the lease moves: an agent
-needs both, silence on its connection and a lease that stands still by its own clock, and looks once more when
-it has written something itself, so that a file system that stalls gives nobody a reason.
+Three rules guarantee a single active supervisor. An epoch is a file that only one process can make. A
+supervisor that finds a newer epoch than its own stops. A newer one is not made while the lease moves: an
+agent needs both, silence on its connection and a lease that stands still by its own clock, and looks once
+more when it has written something itself, so that a stalled file system is no reason.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def find_run(
     the root, where they are known already.
     """
     if not word.strip():
-        raise UsageError("an empty word names no run; `hpcrun list` shows the runs")
+        raise UsageError("empty run name; see `hpcrun list`")
     run, is_named_by_path = _look_up(word, root, among)
     check_run_schema((run.sweep_of_element or run).path)
     if use != "read":

@@ -193,7 +193,7 @@ class RunDir:
 
     @property
     def chaos(self) -> Path:
-        """The faults that were rehearsed on it, a line each; written by whoever has asked for them."""
+        """The faults injected into the run, one per line; written by the process that requested them."""
         return self.path / "chaos.jsonl"
 
     @property

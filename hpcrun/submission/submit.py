@@ -159,7 +159,7 @@ def _submission_lock(resumed: RunDir | None) -> Iterator[None]:
         yield
         return
     run = resumed.sweep_of_element or resumed
-    text = f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
+    text = f"another hpcrun process is submitting {run.id}; check with `hpcrun status {run.id}`"
     with run_lock.hold_lock_file(run, run.submission_lock, lambda: UsageError(text)):
         yield
 

@@ -288,7 +288,7 @@ def test_what_was_cancelled_as_json(supervisor: subprocess.Popen[str], gone: int
 def test_an_empty_word_does_not_mean_the_only_run(words: list[str], gone: int, capsys: Capture) -> None:
     make_run("r", pid=gone)
     assert call(*words) == 2
-    assert capsys.readouterr().err.endswith("an empty word names no run; `hpcrun list` shows the runs\n")
+    assert capsys.readouterr().err.endswith("empty run name; see `hpcrun list`\n")
 
 
 @pytest.mark.parametrize("verb", ["list", "logs", "describe"])

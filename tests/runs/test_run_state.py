@@ -464,7 +464,7 @@ def test_a_run_is_found_by_its_job(squeue: Squeue) -> None:
 def test_an_empty_word_names_no_run(word: str) -> None:
     run = submitted()
     assert find_run(run.id) == run
-    with pytest.raises(UsageError, match="an empty word names no run"):
+    with pytest.raises(UsageError, match="empty run name"):
         find_run(word)
 
 

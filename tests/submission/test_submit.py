@@ -697,7 +697,9 @@ def test_a_run_is_not_submitted_twice_at_once(slurm: Fake, tmp_path: Path) -> No
         patch.setattr("hpcrun.slurm.sbatch.PAUSES_S", (0.0,))
         submit_job(SubmissionRequest(resume=run), meanwhile)
     assert refusals
-    assert refusals[0] == f"{run.id} is being submitted by another hpcrun; look with `hpcrun status {run.id}`"
+    assert (
+        refusals[0] == f"another hpcrun process is submitting {run.id}; check with `hpcrun status {run.id}`"
+    )
     record = read_provenance(run)
     assert record is not None
     assert [one.job for one in record.submissions] == [101, 102]
@@ -891,7 +893,7 @@ def test_what_the_file_system_says_of_saves_is_told(
     told = StoragePlan(runs_root, "lustre", None, (), (StorageFinding("unknown", "quota"), finding))
     monkeypatch.setattr(capacity, "plan_save_storage_in_time", lambda *_, **__: told)
     if refused:
-        with pytest.raises(SpecError, match=r"no save can be kept here: quota .* one save needs 1 GiB; make"):
+        with pytest.raises(SpecError, match=r"no save can be kept here: quota .* needs 1.0 GiB; make"):
             submit_job(ask(), lambda _: None)
         assert runs(runs_root) == []
     else:

@@ -177,7 +177,7 @@ def test_who_looks_after_the_rest_may_die_too(site: Site) -> None:
     observer = Recorder(on_ready=kill)
     outcome = site.run("wait", "hooks=[{command: ['true']}]", observer=observer)
     assert outcome.exit_code == 75
-    assert "telemetry: what looks after it has died on the way" in observer.notes[-1]
+    assert "telemetry: the exporter process died" in observer.notes[-1]
 
 
 def _word(pid: int, index: int) -> str:

@@ -357,7 +357,7 @@ class DurableTier:
     def _give_up(
         self, draft: GenerationDraft, stamp: GenerationId, numbers: Sequence[int], error: Exception
     ) -> None:
-        """Say so, for all who wait; where even that cannot be written, they wait in vain."""
+        """Publish the failure so that waiting peers stop early; if that write fails too, they time out."""
         if self._is_committed(draft):
             return
         node, why = os.uname().nodename, str(error)

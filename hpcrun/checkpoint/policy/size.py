@@ -38,7 +38,7 @@ def compute_save_sizes(spec: JobSpec, plan: Plan | None) -> SaveSizes:
     group writes as much; ranks are placed on nodes in blocks.
     """
     if spec.model is None or plan is None:
-        unknown = SourcedValue(None, "a program of one's own: what it saves is not known to us")
+        unknown = SourcedValue(None, "a user's program: what it saves is unknown")
         return SaveSizes(unknown, unknown)
     width = _bytes_per_parameter(spec)
     each = [count * width / (spec.ranks // plan.pp) for count in count_stage_parameters(spec, plan)]

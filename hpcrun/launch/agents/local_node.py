@@ -42,7 +42,7 @@ class LocalNode:
 
     @property
     def lost(self) -> list[NodeLost]:
-        """Who loses this host does not ask."""
+        """Always empty: this process runs on the only node."""
         return []
 
     @property
@@ -140,7 +140,7 @@ class LocalNode:
         """There are none here."""
 
     def restart_lost_agents(self) -> None:
-        """Who loses this host does not ask."""
+        """Always empty: this process runs on the only node."""
 
     def send_to_worker(self, node: str, order: WorkerOrder) -> None:
         """Tell the checkpoint worker of a node something."""
