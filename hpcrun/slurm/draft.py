@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from hpcrun.finding import Finding
 from hpcrun.hostlist import fold_hosts
 from hpcrun.slurm.cluster_state import LiveCluster
 from hpcrun.slurm.directives import GPU_FAMILY
@@ -259,19 +260,12 @@ def _levels(units: Iterable[TopologyUnit]) -> int | None:
     return max(levels) + 1 if levels else None
 
 
-class _ProfileDifference(NamedTuple):
-    """One line about a key of the profile: it differs, or Slurm does not report it."""
-
-    text: str
-    is_known: bool = True
-
-
 def find_profile_differences(profile: ClusterSpec, live: LiveCluster) -> list[str]:
     """Return one line for each statement of the profile that the live cluster contradicts.
 
     Only what the profile states is compared: a key or partition that it leaves out is no difference.
     """
-    return [finding.text for finding in _profile_differences(profile, live) if finding.is_known]
+    return [str(finding) for finding in _profile_differences(profile, live) if finding.severity == "error"]
 
 
 def find_profile_warnings(profile: ClusterSpec) -> list[str]:
@@ -286,10 +280,10 @@ def find_profile_warnings(profile: ClusterSpec) -> list[str]:
 
 def find_unconfirmed_keys(profile: ClusterSpec, live: LiveCluster) -> list[str]:
     """What the profile states and Slurm did not say, a line each."""
-    return [finding.text for finding in _profile_differences(profile, live) if not finding.is_known]
+    return [str(finding) for finding in _profile_differences(profile, live) if finding.severity == "unknown"]
 
 
-def _profile_differences(profile: ClusterSpec, live: LiveCluster) -> Iterator[_ProfileDifference]:
+def _profile_differences(profile: ClusterSpec, live: LiveCluster) -> Iterator[Finding]:
     yield from _compare_version(profile, live)
     there = {partition.name: partition for partition in live.partitions}
     for name, spec in profile.partitions.items():
@@ -297,28 +291,31 @@ def _profile_differences(profile: ClusterSpec, live: LiveCluster) -> Iterator[_P
             yield from _compare_limits(spec, there[name])
             yield from _compare_nodes(name, spec, live.nodes_of(name))
         else:
-            yield _ProfileDifference(f"partitions.{name}: is gone; there are: {', '.join(there) or 'none'}")
+            text = f"is gone; there are: {', '.join(there) or 'none'}"
+            yield Finding("error", "profile", f"partitions.{name}", text)
     select = live.config.values.get("SelectType", "")
     takes = profile.gpus.request not in GPU_FAMILY or accepts_gpu_options(select)
     asks = any(spec.gpus_per_node for spec in profile.partitions.values())
     if asks and not takes:
         line = f"the profile says {profile.gpus.request}, {select} takes only gres"
         unknown = "unknown: Slurm does not report its SelectType"
-        yield _ProfileDifference(f"gpus.request: {line if select else unknown}", bool(select))
+        text = line if select else unknown
+        yield Finding("error" if select else "unknown", "profile", "gpus.request", text)
     yield from _compare_topology(profile.topology, live)
 
 
-def _compare_version(profile: ClusterSpec, live: LiveCluster) -> Iterator[_ProfileDifference]:
+def _compare_version(profile: ClusterSpec, live: LiveCluster) -> Iterator[Finding]:
     stated = profile.slurm_version
     if stated is None:
         return
     if live.version is None:
-        yield _ProfileDifference(f"slurm_version: {live.unknown['version']}", False)
+        yield Finding("unknown", "profile", "slurm_version", live.unknown["version"])
     elif not f"{live.version}.".startswith(f"{stated}."):
-        yield _ProfileDifference(f"slurm_version: the profile says {stated}, Slurm is {live.version}")
+        text = f"the profile says {stated}, Slurm is {live.version}"
+        yield Finding("error", "profile", "slurm_version", text)
 
 
-def _compare_limits(spec: PartitionSpec, partition: Partition) -> Iterator[_ProfileDifference]:
+def _compare_limits(spec: PartitionSpec, partition: Partition) -> Iterator[Finding]:
     where = f"partitions.{partition.name}"
     if spec.max_time is not None:
         yield from _compare_limit(
@@ -329,22 +326,22 @@ def _compare_limits(spec: PartitionSpec, partition: Partition) -> Iterator[_Prof
             f"{where}.max_nodes", str(spec.max_nodes), spec.max_nodes, partition.max_nodes, False
         )
     if partition.exclusive and not spec.exclusive:
-        yield _ProfileDifference(
-            f"{where}.exclusive: the profile says false, the partition gives whole nodes only"
-        )
+        text = "the profile says false, the partition gives whole nodes only"
+        yield Finding("error", "profile", f"{where}.exclusive", text)
 
 
 def _compare_limit(
     key: str, written: str, stated: float, actual: float | None, is_time: bool
-) -> Iterator[_ProfileDifference]:
+) -> Iterator[Finding]:
     if actual is None:
-        yield _ProfileDifference(f"{key}: unknown: Slurm does not report it", False)
+        yield Finding("unknown", "profile", key, "unknown: Slurm does not report it")
     elif stated != actual:
         shown = render_time(actual) if is_time else "UNLIMITED" if math.isinf(actual) else f"{actual:g}"
-        yield _ProfileDifference(f"{key}: the profile says {written}, the partition allows {shown}")
+        text = f"the profile says {written}, the partition allows {shown}"
+        yield Finding("error", "profile", key, text)
 
 
-def _compare_nodes(name: str, spec: PartitionSpec, nodes: list[NodeRecord]) -> Iterator[_ProfileDifference]:
+def _compare_nodes(name: str, spec: PartitionSpec, nodes: list[NodeRecord]) -> Iterator[Finding]:
     """Compare what the profile states about a node: it must hold for at least one kind of node."""
     for key, words in _MEASURED.items():
         stated = getattr(spec, key)
@@ -353,11 +350,11 @@ def _compare_nodes(name: str, spec: PartitionSpec, nodes: list[NodeRecord]) -> I
         where = f"partitions.{name}.{key}"
         actual = [value for node in nodes if (value := _value(node, key)) is not None]
         if not actual:
-            yield _ProfileDifference(f"{where}: unknown: Slurm does not report its nodes' {words}", False)
+            text = f"unknown: Slurm does not report its nodes' {words}"
+            yield Finding("unknown", "profile", where, text)
         elif not any(_agree(key, stated, value) for value in actual):
-            yield _ProfileDifference(
-                f"{where}: the profile says {stated}, the nodes have {_listed(Counter(actual))}"
-            )
+            text = f"the profile says {stated}, the nodes have {_listed(Counter(actual))}"
+            yield Finding("error", "profile", where, text)
 
 
 def _agree(key: _Hardware, stated: Any, actual: Any) -> bool:
@@ -369,24 +366,21 @@ def _agree(key: _Hardware, stated: Any, actual: Any) -> bool:
     return bool(stated == actual)
 
 
-def _compare_topology(spec: TopologySpec, live: LiveCluster) -> Iterator[_ProfileDifference]:
+def _compare_topology(spec: TopologySpec, live: LiveCluster) -> Iterator[Finding]:
     if spec.source not in ("slurm", "none"):
         return
     if live.is_flat is None:
-        yield _ProfileDifference(f"topology: {live.unknown['topology']}", False)
+        yield Finding("unknown", "profile", "topology", live.unknown["topology"])
         return
     plugin = live.plugin
     if spec.source == "slurm" and live.is_flat:
-        yield _ProfileDifference(
-            f"topology.source: the profile says slurm, TopologyPlugin is {plugin}, which knows no switches"
-        )
+        text = f"the profile says slurm, TopologyPlugin is {plugin}, which knows no switches"
+        yield Finding("error", "profile", "topology.source", text)
     elif spec.source == "none" and not live.is_flat:
         kinds = ", ".join(dict.fromkeys(unit.kind for unit in live.units))
-        yield _ProfileDifference(
-            f"topology.source: the profile says none, TopologyPlugin is {plugin} and lists units: {kinds}"
-        )
+        text = f"the profile says none, TopologyPlugin is {plugin} and lists units: {kinds}"
+        yield Finding("error", "profile", "topology.source", text)
     levels = _levels(live.units)
     if spec.source == "slurm" and spec.levels and levels and levels != len(spec.levels):
-        yield _ProfileDifference(
-            f"topology.levels: the profile says {len(spec.levels)}, Slurm knows {levels} levels of switches"
-        )
+        text = f"the profile says {len(spec.levels)}, Slurm knows {levels} levels of switches"
+        yield Finding("error", "profile", "topology.levels", text)
