@@ -12,21 +12,21 @@
 #SBATCH --exclusive
 #SBATCH --comment=two' 'words
 
-# Signals reach the batch shell alone. What arrives while the job is being prepared, or while the command comes
-# up, is kept, and handed on to the command as soon as it listens.
+# Slurm signals the batch shell only. Signals that arrive during the setup, or before the command handles them,
+# are kept, and forwarded to the command as soon as it does.
 hpcrun_child= hpcrun_early=()
 hpcrun_forward() {
     hpcrun_caught=1
     if [[ -n $hpcrun_child ]]; then kill -s "$1" "$hpcrun_child" 2>/dev/null; else hpcrun_early+=("$1"); fi
 }
 hpcrun_listens() {
-    # Before it is a program of its own it still shows the traps of this shell.
+    # Before exec the process still shows the traps of this shell.
     if [[ /proc/$1/exe -ef /proc/$$/exe ]]; then return 1; fi
     local key mask seen=0
     while IFS=$' \t' read -r key mask; do
         case $key in SigBlk: | SigCgt:) (( seen |= 0x${mask: -4} )) ;; esac
     done 2>/dev/null <"/proc/$1/status"
-    (( (seen & 0x4a00) == 0x4a00 ))  # USR1, USR2 and TERM are caught, or wait for somebody who will
+    (( (seen & 0x4a00) == 0x4a00 ))  # USR1, USR2 and TERM are caught or blocked
 }
 trap 'hpcrun_forward USR1' USR1
 trap 'hpcrun_forward USR2' USR2
@@ -42,13 +42,13 @@ module load gcc/12.2 || { echo "hpcrun: the module" gcc/12.2 "cannot be loaded" 
 
 export OMP_NUM_THREADS=8
 export GREETING=two\ words
-# This release's srun does not take the processors of a task from sbatch.
+# This release's srun does not inherit --cpus-per-task from sbatch.
 if [[ -n ${SLURM_CPUS_PER_TASK-} ]]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 export SUBMITIT_EXECUTOR=slurm
 
-# The lines before may have asked for an end at the first failure; a wait that a signal ends is none.
+# Lines above may have set -e; a wait that a signal interrupts is no failure.
 set +e
-# Bash runs a trap only while it waits for a background process: so the command runs there.
+# Bash runs traps only while it waits for a background process, so the command runs in the background.
 /opt/python/bin/python -u -m submitit.core._submit /scratch/user/runs/fixture-0101-120000-abcdef/submitit &
 hpcrun_started=$!
 for (( tries = 600; tries > 0; tries-- )); do
@@ -62,7 +62,7 @@ while :; do
     hpcrun_caught=0
     wait "$hpcrun_child"
     ended=$?
-    # A wait that a signal has ended says nothing about the command; 127: it was waited for before.
+    # A wait that a signal interrupted does not give the command's status; 127: it was waited for before.
     if (( ended != 127 )); then status=$ended; fi
     if (( ended == 127 || ! hpcrun_caught )); then break; fi
 done
