@@ -428,7 +428,7 @@ def test_a_token_file_of_which_the_end_is_missing(
     ("sidecar", "parts"),
     [
         ("{", ["/t.bin.json: is not JSON", "write it again with `hpcrun data prepare`"]),
-        ('{"format_version": 1, "dtype": "uint16", "tokens": 9}', ["t.bin.json: vocab is missing"]),
+        ('{"format_version": 1, "dtype": "uint16", "tokens": 9}', ["t.bin.json: vocab: is missing"]),
         ('{"format_version": 99}', ["format_version 99 was written by a newer hpcrun", "upgrade"]),
     ],
 )

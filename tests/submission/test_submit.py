@@ -721,7 +721,7 @@ def test_a_run_that_goes_on_is_not_submitted_again(slurm: Fake) -> None:
         ({}, "nothing to submit; write `hpcrun submit JOB.yaml`"),
         ({"only_failed": True, "job": Path("job.yaml")}, "--only-failed goes with --resume RUN"),
         ({"job": Path("none.yaml")}, "none.yaml: no such file"),
-        ({"job": Path("job.yaml"), "slurm_version": "new"}, "--slurm-version new: is no release of Slurm"),
+        ({"job": Path("job.yaml"), "slurm_version": "new"}, "--slurm-version new: is not a release of Slurm"),
         ({"job": Path("job.yaml"), "template": "nothing"}, "nothing: no such template or file; there are: "),
     ],
 )
@@ -889,7 +889,7 @@ def test_dropped_variables_are_told_only_to_those_who_ask(
 def test_what_the_file_system_says_of_saves_is_told(
     level: Any, refused: bool, slurm: Fake, runs_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finding = StorageFinding(level, "quota of the user, space: 4.0 KiB free, one save needs 1.0 GiB")
+    finding = StorageFinding(level, "quota of the user, space: 4 KiB free, one save needs 1 GiB")
     told = StoragePlan(runs_root, "lustre", None, (), (StorageFinding("unknown", "quota"), finding))
     monkeypatch.setattr(capacity, "plan_save_storage_in_time", lambda *_, **__: told)
     if refused:
