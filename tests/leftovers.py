@@ -5,20 +5,19 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hpcrun.shm_segments import stale_segments
+from hpcrun.shm_segments import unmapped_segments
 
-SHARED_MEMORY = Path("/dev/shm")
 PATIENCE_S = 60.0
 
 
-def unused_segments() -> set[Path]:
-    """What MPI or torch made in /dev/shm and no process maps."""
-    return {*stale_segments(SHARED_MEMORY, older_s=-60)}
+def shared_segments() -> set[str]:
+    """What MPI or torch has in /dev/shm at this moment, whoever started it."""
+    return {str(path) for path in Path("/dev/shm").iterdir() if path.name.startswith(("mpich_", "torch_"))}
 
 
-def check_no_new_segments(before: set[Path]) -> None:
-    """Wait until all unused segments are old ones: those of ranks that end elsewhere go a moment later."""
+def check_no_new_segments(before: set[str]) -> None:
+    """Fail on new segments that no process maps; those of ranks that end elsewhere go after a moment."""
     deadline = time.monotonic() + PATIENCE_S
-    while unused_segments() - before and time.monotonic() < deadline:
+    while (left := unmapped_segments(shared_segments() - before)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert unused_segments() <= before
+    assert left == set()

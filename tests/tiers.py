@@ -32,11 +32,11 @@ TIERS = {
         slurm/test_allocation.py slurm/test_executor.py slurm/test_inputs.py slurm/test_queue.py
         slurm/test_sbatch.py slurm/test_template_contract.py slurm/test_template_scripts.py submission
         telemetry/test_hooks.py telemetry/test_sidecar.py test_address.py test_login_imports.py
-        test_process.py
+        test_public_face.py test_process.py
         """,
     "torch": """
         checkpoint/test_faults.py cli/test_older_runs.py launch/test_slow.py runtime
-        security/test_foreign_states.py
+        security/test_foreign_states.py test_public_face.py
         """,
     "mpi": """
         bench/test_pingpong.py chaos/test_inject.py checkpoint/test_faults.py lab/test_lab_openmpi.py

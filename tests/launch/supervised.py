@@ -17,7 +17,7 @@ from hpcrun.launch.supervisor import Supervisor
 from hpcrun.specs.metrics import Metric
 from hpcrun.specs.rundir import RunDir
 from hpcrun.submission.prepare import prepare_job
-from tests.leftovers import check_no_new_segments, unused_segments
+from tests.leftovers import check_no_new_segments, shared_segments
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 LIMITS = AttemptLimits(start_s=30, stop_s=20, settle_s=0.3, leave_s=0.5, finish_s=5)
@@ -106,7 +106,7 @@ def site(tmp_path: Path, runs_root: Path) -> Site:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No test leaves a process below us, nor a segment in /dev/shm, nor a changed signal handler."""
-    segments, handler = unused_segments(), signal.getsignal(signal.SIGTERM)
+    segments, handler = shared_segments(), signal.getsignal(signal.SIGTERM)
     yield
     assert process.descendants(os.getpid()) == []
     check_no_new_segments(segments)

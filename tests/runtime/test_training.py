@@ -18,7 +18,7 @@ import pytest
 from hpcrun.specs.metrics import newest_steps, read_metrics
 from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
-from tests.leftovers import check_no_new_segments, unused_segments
+from tests.leftovers import check_no_new_segments, shared_segments
 
 BIN = Path(sys.executable).parent
 JOB = """
@@ -191,7 +191,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_save(laborato
 def test_ranks_with_different_jobs_are_told_apart(laboratory: Laboratory) -> None:
     mpiexec = (str(BIN / "mpiexec"), "-launcher", "fork", "-n", "1")
     other = [sys.executable, "-m", "hpcrun", "train", str(laboratory.job), "train.lr=0.5"]
-    before = unused_segments()
+    before = shared_segments()
     ended = laboratory.train(str(laboratory.job), ":", "-n", "1", *other, launcher=mpiexec)
     check_no_new_segments(before)
     assert ended.code == 2
@@ -372,7 +372,7 @@ def test_leftovers_of_a_broken_save_go_with_the_next(laboratory: Laboratory) -> 
 
 
 def test_a_rank_killed_in_a_step_takes_the_run_down_and_leaves_nothing(laboratory: Laboratory) -> None:
-    before = unused_segments()
+    before = shared_segments()
     process = laboratory.start(str(laboratory.job), "name=killed", "train.steps=100000", "retry.crash=0")
     record: dict[str, Any] = {}
     while process.poll() is None:
