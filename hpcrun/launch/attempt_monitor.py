@@ -166,7 +166,7 @@ class AttemptMonitor:
         self._ended: list[RankEnded] = []
         self._lost_before = len(nodes.lost)
         gone = {*launch.placement.ranks} - {*nodes.alive}
-        self._lost = [one for one in nodes.lost if one.node in gone]
+        self._lost = [node_lost for node_lost in nodes.lost if node_lost.node in gone]
         self._recorded_lost: set[str] = set()
         self._stragglers = StragglerDetector()
         self._replaced: tuple[str, ...] = ()
@@ -208,12 +208,12 @@ class AttemptMonitor:
             self._event(ProcessesEndedEvent(tuple(stuck)))
         # Whether a node is gone often shows only when it is told to clear up.
         lost = [*self._nodes.lost][self._lost_before :]
-        self._lost = [one for one in lost if one.node in self._launch.placement.ranks]
+        self._lost = [node_lost for node_lost in lost if node_lost.node in self._launch.placement.ranks]
         for gone in lost:
             self._record_lost_node(gone.node, gone.why)
         self._read_metrics()
-        for one in stuck:
-            self._observer.note(f"{one} of this run could not be ended")
+        for name in stuck:
+            self._observer.note(f"{name} of this run could not be ended")
         outcome = self._outcome(verdict, missing)
         self._event(outcome.as_event())
         return outcome
@@ -348,19 +348,21 @@ class AttemptMonitor:
 
     def _report_stragglers(self, running: AttemptProcesses) -> None:
         """Say which nodes have become slow; where they are to be replaced, have the ranks save for it."""
-        for one in self._stragglers.new() if self._launch.stragglers != "off" else ():
-            self._event(StragglerEvent(one.node, one.score, str(one)))
-            self._observer.note(str(one))
+        for straggler in self._stragglers.new() if self._launch.stragglers != "off" else ():
+            self._event(StragglerEvent(straggler.node, straggler.score, str(straggler)))
+            self._observer.note(str(straggler))
             can_replace = self._launch.placement.spares and self._stop is None and not self._replaced
             if self._launch.stragglers == "replace" and can_replace and not self._launch.uses_exit_records:
-                self._replaced = (one.node,)
+                self._replaced = (straggler.node,)
                 self._stop_by = time.monotonic() + self._longest_stop_s
                 running.signal(signal.SIGUSR2)
 
     def _dump(self, running: AttemptProcesses) -> None:
         """Where every rank stands, before they are ended."""
         self._groups = group_stacks(running.dump_stacks())
-        self._event(StacksEvent(tuple(RankStacks(one.ranks, one.nodes, one.place) for one in self._groups)))
+        self._event(
+            StacksEvent(tuple(RankStacks(group.ranks, group.nodes, group.place) for group in self._groups))
+        )
 
     def _read_metrics(self) -> None:
         records = self._metrics.read()
@@ -426,7 +428,7 @@ class AttemptMonitor:
         )
 
     def _is_on_living_nodes(self, odd: StackGroup) -> bool:
-        return not set(odd.nodes) & {one.node for one in self._lost}
+        return not set(odd.nodes) & {node_lost.node for node_lost in self._lost}
 
     def _finished(self) -> AttemptOutcome:
         assert self._result is not None
@@ -450,7 +452,7 @@ class AttemptMonitor:
     def _failed(self, failure: FailureCause, status: OutcomeStatus) -> AttemptOutcome:
         attempt = self._launch.attempt
         code, text = failure.exit_code, failure.message
-        lost = tuple(one.node for one in self._lost)
+        lost = tuple(node_lost.node for node_lost in self._lost)
         ended = AttemptOutcome(attempt.run, attempt.number, status, code, text, self._step, stop=self._stop)
         return replace(ended, lost=lost, kind=failure.kind, rank=failure.rank)
 

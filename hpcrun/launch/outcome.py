@@ -41,9 +41,9 @@ class OutcomeRecorder:
     def attempt(self, outcome: AttemptOutcome, **after: str | None) -> None:
         """How an attempt has ended, and what came after it."""
         record = {"status": outcome.status, "exit_code": outcome.exit_code, "message": outcome.message}
-        more = {"step": outcome.step, "requeued": None, "relaunched": None, "ended": time.time()}
+        outcome_fields = {"step": outcome.step, "requeued": None, "relaunched": None, "ended": time.time()}
         with suppress(OSError):
-            retry_while_full(lambda: write_json(outcome.files.outcome, record | more | after))
+            retry_while_full(lambda: write_json(outcome.files.outcome, record | outcome_fields | after))
 
     def close(self, outcome: AttemptOutcome, progress: int | None, refused: str = "") -> AttemptOutcome:
         """Record how the last attempt ended, and queue the job again where that is called for.

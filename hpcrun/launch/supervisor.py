@@ -194,10 +194,10 @@ class Supervisor:
             newest = f"step {step}" if knows else "the newest save that is whole"
             self._observer.note(f"{outcome.message}; going on{fit} from {newest}")
             nodes.restart_lost_agents()
-            asked = self._rest(recovery.backoff_s(self._attempts_without_progress), nodes)
-            if asked is not None:
+            stop_signal = self._rest(recovery.backoff_s(self._attempts_without_progress), nodes)
+            if stop_signal is not None:
                 # Near the time limit the job is to be queued again; whoever sends another one means its end.
-                stop = None if asked == signal.SIGUSR2 else asked
+                stop = None if stop_signal == signal.SIGUSR2 else stop_signal
                 return self._close(replace(outcome, stop=stop), "it was asked to stop")
             outcome = None
 
@@ -224,9 +224,9 @@ class Supervisor:
             self._observer.note(f"waiting for {seconds:g} s before the next attempt")
         until = time.monotonic() + seconds
         while True:
-            asked = [number for number in self._signal_queue.read() if number != signal.SIGUSR1]
-            if asked:
-                return asked[0]
+            signals = [number for number in self._signal_queue.read() if number != signal.SIGUSR1]
+            if signals:
+                return signals[0]
             left = until - time.monotonic()
             if left <= 0:
                 return None
@@ -240,18 +240,18 @@ class Supervisor:
         )
         if ask is None:
             return None
-        found = admission.run_preflight(ask, nodes)
-        self._outcome_recorder.event(attempt, found.as_event())
-        for text in found.notes(warnings=allocation is not None):
+        result = admission.run_preflight(ask, nodes)
+        self._outcome_recorder.event(attempt, result.as_event())
+        for text in result.notes(warnings=allocation is not None):
             self._observer.note(text)
-        self._node_pool.refuse(found.refused)
+        self._node_pool.refuse(result.refused)
         gone = self._node_pool.unreported_losses(nodes)
         if allocation is not None:
-            self._remember(found.node_faults(attempt, allocation.job, time.time()))
-        if self._node_pool.shortage(nodes) is None or not (found.refused or gone):
+            self._remember(result.node_faults(attempt, allocation.job, time.time()))
+        if self._node_pool.shortage(nodes) is None or not (result.refused or gone):
             return None
         stopped = admission.preflight_failure_outcome(
-            attempt, found, self._node_pool.left(nodes), self._node_pool.least, gone
+            attempt, result, self._node_pool.left(nodes), self._node_pool.least, gone
         )
         self._outcome_recorder.event(attempt, stopped.as_event())
         return stopped
@@ -262,7 +262,7 @@ class Supervisor:
         What nodes hold in memory alone ranks have to save first.
         """
         can_save = self._prepared.spec.retries is not None
-        asked = [
+        requested = [
             number
             for number in self._signal_queue.peek()
             if number != signal.SIGUSR1 and (can_save or number != signal.SIGUSR2)
@@ -270,9 +270,9 @@ class Supervisor:
         in_memory = self._coordinator is not None and self._coordinator.step() > recovery.newest_saved_step(
             attempt.run
         )
-        if not asked or in_memory:
+        if not requested or in_memory:
             return None
-        number = signal.SIGINT if signal.SIGINT in asked else asked[0]
+        number = signal.SIGINT if signal.SIGINT in requested else requested[0]
         return self._ended_early(attempt.run, [attempt], number)
 
     def _ended_early(
@@ -294,9 +294,9 @@ class Supervisor:
 
     def _remember(self, seen: Iterable[NodeFault]) -> None:
         """Keep what was seen of nodes for the user's other jobs."""
-        told = record_node_faults(list(seen))
-        if told:
-            self._observer.note(told)
+        problem = record_node_faults(list(seen))
+        if problem:
+            self._observer.note(problem)
 
     def _why_no_retry_here(
         self, outcome: AttemptOutcome, cause: recovery.RestartCause, nodes: Nodes

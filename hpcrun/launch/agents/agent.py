@@ -62,8 +62,8 @@ class Agent:
         self._supervisor_client = SupervisorClient(
             run, self._node, position, self._successor.may_claim if self._successor else None
         )
-        found = try_read_node_inventory()
-        self._inside = found.as_json() if found else None
+        inventory = try_read_node_inventory()
+        self._inside = inventory.as_json() if inventory else None
         self._worker_process = WorkerProcess(
             run, self._node, lambda message: self._say(wire.ForwardedMessage(message)), os.environ
         )
@@ -260,8 +260,8 @@ class Agent:
                 self._say(wire.NodeReport(self._attempt, happening))
             if time.monotonic() - self._reported > _REPORT_S:
                 self._reported = time.monotonic()
-                for one in self._ranks.heard():
-                    self._say(wire.NodeReport(self._attempt, one))
+                for event in self._ranks.heard():
+                    self._say(wire.NodeReport(self._attempt, event))
 
     def _clear(self, spared: Sequence[int]) -> list[int]:
         if self._ranks is None:

@@ -83,8 +83,10 @@ class AgentNodes:
         about = self._attempt if attempt is None else attempt
         answers: dict[str, _M] = {}
         deadline = time.monotonic() + timeout_s
-        asked = [one for one in self._agent_pool.living if nodes is None or one.node in nodes]
-        while any(one.node not in answers and not one.is_lost for one in asked):
+        queried = [agent for agent in self._agent_pool.living if nodes is None or agent.node in nodes]
+        while any(
+            queried_agent.node not in answers and not queried_agent.is_lost for queried_agent in queried
+        ):
             for agent, message in self._pump(0.1):
                 if isinstance(message, kind) and message.attempt == about:
                     answers[agent.node] = message
@@ -99,8 +101,8 @@ class AgentNodes:
             self._agent_pool.lose(agent, why)
         new = self._agent_pool.lost[self._losses :]
         self._losses += len(new)
-        for one in new:
-            self._ended |= set(self._placement.on(one.node))
+        for node_lost in new:
+            self._ended |= set(self._placement.on(node_lost.node))
         return new
 
     @property
@@ -111,18 +113,18 @@ class AgentNodes:
     @property
     def addresses(self) -> dict[str, tuple[str, str]]:
         """What Slurm has told every agent about its place, where it has."""
-        said = {node: one.hello for node, one in self._agent_pool.members.items()}
-        return {node: hello.address for node, hello in said.items() if hello and all(hello.address)}
+        hellos = {node: agent.hello for node, agent in self._agent_pool.members.items()}
+        return {node: hello.address for node, hello in hellos.items() if hello and all(hello.address)}
 
     @property
     def inventories(self) -> dict[str, NodeInventory]:
         """What the agents have said with their first words."""
-        said = (
-            (node, parse_node_inventory(one.hello.inventory))
-            for node, one in self._agent_pool.members.items()
-            if one.hello is not None
+        inventories = (
+            (node, parse_node_inventory(agent.hello.inventory))
+            for node, agent in self._agent_pool.members.items()
+            if agent.hello is not None
         )
-        return {node: found for node, found in said if found is not None}
+        return {node: inventory for node, inventory in inventories if inventory is not None}
 
     def preflight(self, ask: PreflightRequest) -> dict[str, PreflightReport]:
         """Have every agent look at its node."""
@@ -147,7 +149,9 @@ class AgentNodes:
         for node in places:
             self._agent_pool.members[node].send(ConnectionTestStep(self._attempt, "end"))
         absent = [node for node in nodes if node not in tried]
-        words, blamed = describe_unreachable({node: one.failed for node, one in tried.items()}, [*tried])
+        words, blamed = describe_unreachable(
+            {node: report.failed for node, report in tried.items()}, [*tried]
+        )
         if absent:
             words = "; ".join(filter(None, (f"{', '.join(absent[:8])} took no part in a trial", words)))
         return words, blamed
@@ -217,7 +221,7 @@ class AgentNodes:
                 self._note(happening)
                 yield happening
         yield from self._new_losses()
-        self._heard.show({one.node: one.silent_s for one in self._agent_pool.living})
+        self._heard.show({agent.node: agent.silent_s for agent in self._agent_pool.living})
 
     def verify(self) -> None:
         """FencedError where another supervisor has taken over."""
@@ -249,7 +253,7 @@ class AgentNodes:
         for agent in self._agent_pool.members.values():
             agent.send(wire.DumpStacks(self._attempt, timeout_s))
         answers = self._await(wire.StacksDumped, timeout_s + _DUMP_SLACK_S)
-        return {int(rank): seen for one in answers.values() for rank, seen in one.ranks.items()}
+        return {int(rank): seen for answer in answers.values() for rank, seen in answer.ranks.items()}
 
     def kill(self) -> None:
         """End the ranks at once."""
@@ -283,8 +287,8 @@ class AgentNodes:
 
     def worker_messages(self) -> list[tuple[str, WorkerMessage]]:
         """What checkpoint workers have said since the last call."""
-        said, self._worker_messages = self._worker_messages, []
-        return said
+        messages, self._worker_messages = self._worker_messages, []
+        return messages
 
     def close(self) -> None:
         """End the agents."""

@@ -119,8 +119,8 @@ class AgentHandle:
                 lines = file.read().split("\n")
         except OSError:
             return ""
-        said = [line.strip() for line in lines if line.strip()]
-        return f"; it said last: {said[-1][:300]}" if said else ""
+        output = [line.strip() for line in lines if line.strip()]
+        return f"; it said last: {output[-1][:300]}" if output else ""
 
 
 class AgentPool:
@@ -180,7 +180,7 @@ class AgentPool:
     @property
     def living(self) -> list[AgentHandle]:
         """Those that answer."""
-        return [one for one in self.members.values() if not one.is_lost]
+        return [agent for agent in self.members.values() if not agent.is_lost]
 
     def verify(self) -> None:
         """FencedError where another supervisor has taken over."""
@@ -194,7 +194,7 @@ class AgentPool:
             for node in nodes:
                 self.members[node].children.append(child)
         self._await_hello(_HELLO_TIMEOUT_S)
-        silent = [one for one in self.members.values() if not one.has_answered]
+        silent = [agent for agent in self.members.values() if not agent.has_answered]
         for agent in silent:
             if agent.refusal:
                 raise SiteError(agent.refusal)
@@ -202,7 +202,7 @@ class AgentPool:
                 words = f"the agent of node {agent.node} did not start{agent.last_words()}"
                 raise SiteError(f"{words}; log: {agent.log}")
         if silent:
-            who = ", ".join(one.node for one in silent)
+            who = ", ".join(agent.node for agent in silent)
             raise SiteError(f"no agent answered on {who} within {_HELLO_TIMEOUT_S:g} s")
 
     def adopt(self, *, starts_missing: bool = False) -> None:
@@ -211,7 +211,7 @@ class AgentPool:
         `starts_missing`: that one may have been killed before it had started them all.
         """
         self._await_hello(_ADOPT_TIMEOUT_S)
-        missing = [one for one in self.living if not one.has_answered]
+        missing = [agent for agent in self.living if not agent.has_answered]
         if starts_missing and missing and self._again is not None:
             for agent in missing:
                 agent.children.append(self._again(agent.node))
@@ -254,7 +254,7 @@ class AgentPool:
 
     def _await_hello(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while any(not (one.has_answered or one.is_ended or one.refusal) for one in self.living):
+        while any(not (agent.has_answered or agent.is_ended or agent.refusal) for agent in self.living):
             if time.monotonic() > deadline:
                 return
             for _ in self.pump(0.1):
@@ -350,12 +350,12 @@ class AgentPool:
         for member in self.members.values():
             if member.called is not None and time.monotonic() - member.called > _RESTART_TIMEOUT_S:
                 member.cancel_restart()
-        found = ((agent, agent.trouble()) for agent in self.living)
-        return [(agent, why) for agent, why in found if why is not None]
+        troubles = ((agent, agent.trouble()) for agent in self.living)
+        return [(agent, why) for agent, why in troubles if why is not None]
 
     def _is_cut_off(self) -> bool:
         living = self.living
-        silent = [one for one in living if one.silent_s > _SUSPECT_PARTITION_S and not one.is_ended]
+        silent = [agent for agent in living if agent.silent_s > _SUSPECT_PARTITION_S and not agent.is_ended]
         return 2 * len(silent) > len(living)
 
     def _wait_for_successor(self) -> None:
@@ -417,7 +417,7 @@ class AgentPool:
         deadline = time.monotonic() + _SHUTDOWN_S
         # A connection that breaks tells nothing: whoever made it again is yet to hear that it may go.
         while time.monotonic() < deadline and any(
-            not one.has_left and not one.trouble() for one in self.living
+            not agent.has_left and not agent.trouble() for agent in self.living
         ):
             for _ in self.pump(0.1):
                 pass

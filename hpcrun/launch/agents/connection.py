@@ -212,8 +212,8 @@ class AgentListener:
         """Those who have proved that they are agents of this run; to be asked also when nobody comes."""
         return [PendingAgent(*accepted) for accepted in self._door.accept_authenticated()]
 
-    def _identify(self, said: dict[str, Any]) -> tuple[AgentIdentity, tuple[Any, ...]] | None:
-        node, session, seen, epoch = (said.get(name) for name in ("node", "session", "seen", "epoch"))
+    def _identify(self, message: dict[str, Any]) -> tuple[AgentIdentity, tuple[Any, ...]] | None:
+        node, session, seen, epoch = (message.get(name) for name in ("node", "session", "seen", "epoch"))
         if not (is_short_ascii(node) and is_short_ascii(session) and is_counting_number(seen)):
             return None
         if node not in self._nodes or type(epoch) is not int or epoch != self._epoch:

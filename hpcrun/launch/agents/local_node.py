@@ -53,8 +53,8 @@ class LocalNode:
     @property
     def inventories(self) -> dict[str, NodeInventory]:
         """That of this host, where it can be had."""
-        found = try_read_node_inventory()
-        return {os.uname().nodename: found} if found else {}
+        inventory = try_read_node_inventory()
+        return {os.uname().nodename: inventory} if inventory else {}
 
     @property
     def _here(self) -> NodeRanks:

@@ -68,16 +68,16 @@ class NodeRanks:
     @property
     def is_calm(self) -> bool:
         """Whether all ranks have met and none has ended."""
-        return not self._lost and self._all_met and not any(one.ended for one in self._ranks.values())
+        return not self._lost and self._all_met and not any(rank.ended for rank in self._ranks.values())
 
     @property
     def is_over(self) -> bool:
         """Whether every rank has ended."""
-        return self.is_complete and all(one.ended for one in self._ranks.values())
+        return self.is_complete and all(rank.ended for rank in self._ranks.values())
 
     @property
     def _all_met(self) -> bool:
-        met = {rank for rank, one in self._ranks.items() if one.met}
+        met = {rank for rank, state in self._ranks.items() if state.met}
         return met >= self._expected
 
     def ended(self) -> Iterator[NodeEvent]:
@@ -99,13 +99,13 @@ class NodeRanks:
         if not self.is_complete:
             yield from self._find_processes()
         for number in sorted(self._expected):
-            known = self._ranks.get(number)
-            if known is not None and known.met:
+            rank = self._ranks.get(number)
+            if rank is not None and rank.met:
                 continue
             record = read_json(self._attempt.rank_record(number))
             if record is None or record["node"] != self._node:
                 continue
-            if known is None or not known.up:
+            if rank is None or not rank.up:
                 self._hold(number, ProcessId(record["pid"], record["start_ticks"]))
                 self._ranks[number].up = True
                 yield RankStarted(number, record["node"], record["pid"])
@@ -118,15 +118,15 @@ class NodeRanks:
         """Take hold of ranks as soon as they are started: they may end before they have said a word."""
         if self._ranks and self._first_seen is None:
             self._first_seen = time.monotonic()
-        for found in self._candidates():
-            environ = process.read_initial_environment(found.pid)
+        for candidate in self._candidates():
+            environ = process.read_initial_environment(candidate.pid)
             rank = (
                 rank_from_environment(environ)
                 if environ.get(ATTEMPT_VARIABLE) == str(self._attempt.number)
                 else None
             )
             if rank is not None and rank in self._expected and rank not in self._ranks:
-                self._hold(rank, found)
+                self._hold(rank, candidate)
         # All ranks of a node start at once: who is not there a moment later has come and gone.
         if self._first_seen is not None and time.monotonic() - self._first_seen > _NEVER_SEEN_S:
             for number in self._expected - self._ranks.keys() - self._lost:
@@ -141,7 +141,7 @@ class NodeRanks:
     def heard(self) -> Iterator[NodeEvent]:
         """Where the ranks say they are, those that have spoken since the last call, and who is stopped."""
         yield from self._listener.hear()
-        handles = {rank: one.handle for rank, one in self._ranks.items() if not one.ended}
+        handles = {rank: state.handle for rank, state in self._ranks.items() if not state.ended}
         for rank, handle in (handles | self._listener.dumpable()).items():
             is_stopped = process.state(handle.process.pid) in ("T", "t")
             if is_stopped != (rank in self._stopped):
@@ -150,19 +150,19 @@ class NodeRanks:
 
     def dump(self, timeout_s: float) -> dict[int, dict[str, str]]:
         """Have every rank write its stacks, for so long at most; what else is seen of each, from outside."""
-        handles = {rank: one.handle for rank, one in self._ranks.items() if not one.ended}
+        handles = {rank: state.handle for rank, state in self._ranks.items() if not state.ended}
         return dump_stacks(self._attempt, handles, self._listener.dumpable(), timeout_s)
 
     def signal(self, number: int, rank: int | None = None) -> None:
         """Send a signal to one rank or to all that are up."""
-        for one in self._ranks.values() if rank is None else [self._ranks[rank]]:
-            if one.up and not one.ended:
-                one.handle.signal(number)
+        for state in self._ranks.values() if rank is None else [self._ranks[rank]]:
+            if state.up and not state.ended:
+                state.handle.signal(number)
 
     def kill(self) -> None:
         """End the ranks; what they have started besides stays until `clear`."""
         self._sample_segments()
-        process.kill_processes(one.handle.process for one in self._ranks.values() if not one.ended)
+        process.kill_processes(rank.handle.process for rank in self._ranks.values() if not rank.ended)
 
     def clear(self, timeout_s: float, spared: Iterable[int] = ()) -> list[int]:
         """End whatever of the attempt is still here, and remove what it left.
@@ -179,47 +179,51 @@ class NodeRanks:
             time.sleep(0.01)
         self._remove_segments()
         self._close()
-        return [one.pid for one in alive]
+        return [left.pid for left in alive]
 
     def _processes(self, spared: set[int]) -> list[ProcessId]:
         """All living processes of the attempt: below the launcher, and those that left that tree."""
-        found = {*process.descendants(self.below)} if self.below is not None else set()
+        processes = {*process.descendants(self.below)} if self.below is not None else set()
         marked = process.processes_with_env(RUN_ID_VARIABLE, self._attempt.run.run_id)
         number = str(self._attempt.number)
-        found |= {one for one in marked if process.read_initial_variable(one.pid, ATTEMPT_VARIABLE) == number}
+        processes |= {
+            marked_process
+            for marked_process in marked
+            if process.read_initial_variable(marked_process.pid, ATTEMPT_VARIABLE) == number
+        }
         # Whoever has lost his parents becomes our child, whatever session and environment he has.
-        ours = {one for one in process.descendants(os.getpid()) if one != self.below}
-        found |= ours - self._before - {*self._below(self._before)}
-        kept = spared | {one.pid for pid in spared for one in process.descendants(pid)}
-        return sorted(one for one in found if one.pid not in kept)
+        ours = {child for child in process.descendants(os.getpid()) if child != self.below}
+        processes |= ours - self._before - {*self._below(self._before)}
+        kept = spared | {child.pid for pid in spared for child in process.descendants(pid)}
+        return sorted(candidate for candidate in processes if candidate.pid not in kept)
 
     def _below(self, processes: Iterable[ProcessId]) -> Iterator[ProcessId]:
-        for one in processes:
-            yield from process.descendants(one)
+        for parent in processes:
+            yield from process.descendants(parent)
 
     def _remove_segments(self) -> None:
         records = (read_json(self._attempt.rank_record(rank)) for rank in self._expected)
         here = (record for record in records if record and record.get("node") == self._node)
-        found = self._segments.union(*(record.get("shm", ()) for record in here))
+        segments = self._segments.union(*(record.get("shm", ()) for record in here))
         if not self._all_met:
             # A rank that dies inside MPI_Init has had no time to tell. What came since the launch and stays
             # without a process is garbage; a segment that another run just makes is mapped a moment later.
             strays = unmapped_segments(mpi_segments() - self._segments_before)
             if strays:
                 time.sleep(_MOMENT_S)
-            found |= strays
-        remove_segments(found, since=self._began)
+            segments |= strays
+        remove_segments(segments, since=self._began)
 
-    def _hold(self, rank: int, found: ProcessId) -> None:
-        known = self._ranks.get(rank)
-        if known is not None:
-            if known.handle.process == found:
+    def _hold(self, rank: int, rank_process: ProcessId) -> None:
+        state = self._ranks.get(rank)
+        if state is not None:
+            if state.handle.process == rank_process:
                 return
             # A wrapper around the rank was seen first.
-            if not known.ended:
-                self._unregister(known.handle)
-            known.handle.close()
-        self._ranks[rank] = _RankState(ProcessHandle(found))
+            if not state.ended:
+                self._unregister(state.handle)
+            state.handle.close()
+        self._ranks[rank] = _RankState(ProcessHandle(rank_process))
         descriptor = self._ranks[rank].handle.fileno()
         if descriptor is not None:
             self._selector.register(descriptor, selectors.EVENT_READ, rank)

@@ -47,8 +47,8 @@ class LocalWorkers:
         """What they have said since the last call."""
         for host in self._hosts.values():
             host.look()
-        said, self._said = self._said, []
-        return said
+        messages, self._said = self._said, []
+        return messages
 
     def wait(self, seconds: float) -> None:
         """Let time pass, but not after a worker has said something."""

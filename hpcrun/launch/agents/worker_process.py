@@ -202,7 +202,10 @@ class WorkerProcess:
         except VersionMismatchError as error:
             self._child.kill()
             return [wire.WorkerError(str(error))]
-        return [wire.WorkerLog(str(one)) if isinstance(one, WrongValue) else one for one in messages]
+        return [
+            wire.WorkerLog(str(message)) if isinstance(message, WrongValue) else message
+            for message in messages
+        ]
 
     def _find_address(self, order: wire.ConfigureWorker) -> str:
         """Where other nodes reach this one; where there are none, nobody has to."""

@@ -95,8 +95,8 @@ class CheckpointCoordinator:
         self._scraps: dict[tuple[GenerationId, frozenset[int]], InventoryEntry | None] = {}
         """What was found in the run directory, so that it is read once a decision."""
         self._durability_watchdog = DurabilityWatchdog(run, spec.checkpoint)
-        wanted = spec.checkpoint.object
-        self._far = ObjectStoreSource(run, wanted, nodes.rest, note) if wanted is not None else None
+        object_spec = spec.checkpoint.object
+        self._far = ObjectStoreSource(run, object_spec, nodes.rest, note) if object_spec is not None else None
 
     @property
     def has_levels(self) -> bool:
@@ -176,15 +176,15 @@ class CheckpointCoordinator:
         return silent
 
     def _sets(self, attempt: Attempt, placement: Placement, domains: FailureDomains) -> ErasureSets:
-        asked = self._spec.checkpoint.parity
+        parity = self._spec.checkpoint.parity
         has_rs = find_spec("pyeclib") is not None
-        survive = asked.survive
+        survive = parity.survive
         try:
             return choose_erasure_sets(
                 placement.nodes,
                 domains,
-                scheme=asked.scheme,
-                set_size=asked.set_size,
+                scheme=parity.scheme,
+                set_size=parity.set_size,
                 survive=survive,
                 with_rs=has_rs,
             )
@@ -194,7 +194,7 @@ class CheckpointCoordinator:
             # The nodes that are left are what there is: better than to end a run that was promised more.
             self._note(f"{error}; this attempt goes on without that")
             return choose_erasure_sets(
-                placement.nodes, domains, scheme=asked.scheme, set_size=asked.set_size, with_rs=has_rs
+                placement.nodes, domains, scheme=parity.scheme, set_size=parity.set_size, with_rs=has_rs
             )
 
     def _settle(self, placement: Placement) -> RestorePlan:
@@ -212,18 +212,18 @@ class CheckpointCoordinator:
                     holdings.append(replace(outcome, level="parity"))
                     continue
                 self._note(f"step {order.stamp.step} cannot be rebuilt on {order.node}: {outcome}")
-                holdings = [one for one in holdings if not _is_in_set(one, order.stamp, order.members)]
-        return self._look_around([one for one in holdings if one.parity is None], placement)
+                holdings = [entry for entry in holdings if not _is_in_set(entry, order.stamp, order.members)]
+        return self._look_around([entry for entry in holdings if entry.parity is None], placement)
 
     def _look_around(self, holdings: Sequence[InventoryEntry], placement: Placement) -> RestorePlan:
         saves, unreadable = read_saved_checkpoints(self._run.checkpoints)
-        found = sort_checkpoints(self._run.checkpoints, saves)
+        sorted_saves = sort_checkpoints(self._run.checkpoints, saves)
         there = [node for node in self._nodes.alive if node not in placement.nodes]
         nodes = [node for node in [*placement.nodes, *there] if node in self._nodes.alive]
         check = _check_metadata if self.has_levels else find_save_problem
         poison = read_suspect_saves(self._run)
         plan = decide_restore(
-            holdings, found.own, unreadable, [], poison, nodes, check, self._find_intact_parts
+            holdings, sorted_saves.own, unreadable, [], poison, nodes, check, self._find_intact_parts
         )
         # Where there is no other attempt, ranks had better take an older save than end.
         return plan if self._spec.retries is not None else replace(plan, is_mendable=False)
@@ -242,7 +242,7 @@ class CheckpointCoordinator:
         self, attempt: Attempt, plan: RestorePlan, silent: Sequence[str], seconds: float
     ) -> None:
         step = plan.stamp.step if plan.stamp else 0
-        rebuilt = sum(one.level == "parity" for one in plan.sources)
+        rebuilt = sum(source.level == "parity" for source in plan.sources)
         event = RestoreEvent(
             step,
             plan.stamp.generation if plan.stamp else None,
@@ -265,10 +265,10 @@ class CheckpointCoordinator:
     def _write(self, attempt: Attempt, plan: RestorePlan) -> None:
         # What is damaged ranks see for themselves, but not what has failed.
         saves, unreadable = read_saved_checkpoints(self._run.checkpoints)
-        found = sort_checkpoints(self._run.checkpoints, saves)
+        sorted_saves = sort_checkpoints(self._run.checkpoints, saves)
         if plan.stamp is None:
-            refuse_foreign_checkpoints(self._run.checkpoints, found)
-        has_saves = bool(found.own or unreadable) and (self.has_levels or plan.poisoned)
+            refuse_foreign_checkpoints(self._run.checkpoints, sorted_saves)
+        has_saves = bool(sorted_saves.own or unreadable) and (self.has_levels or plan.poisoned)
         if plan.stamp is None and has_saves:
             raise SiteError(
                 f"{self._run.checkpoints}: no save can be gone on from: {plan.passed_over[0]}; restore one,"
@@ -286,12 +286,12 @@ class CheckpointCoordinator:
         news, self._workers.news = self._workers.news, []
         for node, message in news:
             self._handle(node, message)
-        told = self._durability_watchdog.look()
-        if told is None or self._attempt is None:
+        warning = self._durability_watchdog.look()
+        if warning is None or self._attempt is None:
             return None
-        self._tell(self._attempt, DurabilityOverdueEvent(told))
-        self._note(told)
-        return told if self._spec.checkpoint.durability_action == "stop" else None
+        self._tell(self._attempt, DurabilityOverdueEvent(warning))
+        self._note(warning)
+        return warning if self._spec.checkpoint.durability_action == "stop" else None
 
     def _handle(self, node: str, message: wire.WorkerMessage) -> None:
         attempt = self._attempt

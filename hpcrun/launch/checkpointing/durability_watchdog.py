@@ -49,10 +49,10 @@ class DurabilityWatchdog:
         if now - self._since <= self._limit_s or self._is_told:
             return None
         self._is_told = True
-        said = f"the newest is of step {newest.step}" if newest else "there is none yet"
+        newest_text = f"the newest is of step {newest.step}" if newest else "there is none yet"
         return (
             f"checkpoint.max_durable_age: for more than {self._text} no save has reached the run directory;"
-            f" {said}"
+            f" {newest_text}"
         )
 
     def _look(self) -> SavedCheckpoint | None:

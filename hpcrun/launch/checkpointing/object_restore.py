@@ -54,17 +54,17 @@ class ObjectStoreSource:
                 home = run_while_pumping(self._rest, partial(self._download, stamp.generation))
             except (SiteError, UsageError, DamagedError, OSError) as error:
                 self._note(f"step {stamp.step} cannot be fetched: {error}")
-                copies = [one for one in copies if one.stamp != stamp]
+                copies = [copy for copy in copies if copy.stamp != stamp]
                 plan = replace(plan, passed_over=(*plan.passed_over, f"{far.copy}: {error}"))
                 continue
             lost = max(0, newest - stamp.step)
             return replace(far, save=home, lost_steps=lost, passed_over=plan.passed_over)
 
     def _copies(self) -> list[ObjectCandidate]:
-        found = run_while_pumping(
+        copies = run_while_pumping(
             self._rest, lambda: list_whole_copies(self._spec.url, self._run.run_id, self._spec.endpoint)
         )
-        return [ObjectCandidate(one.stamp, one.url) for one in found]
+        return [ObjectCandidate(copy.stamp, copy.url) for copy in copies]
 
     def _download(self, generation: str) -> str:
         url, endpoint = self._spec.url, self._spec.endpoint

@@ -42,7 +42,7 @@ def assign_replicas(
     left, holder = list(dict.fromkeys(nodes)), dict[str, str]()
     while left and spares:
         for spare in spares[: len(left)]:
-            node = min(left, key=lambda one: _fabric_distance(spare, one, domains))
+            node = min(left, key=lambda candidate: _fabric_distance(spare, candidate, domains))
             left.remove(node)
             shares[spare].append(node)
             holder[node] = spare
@@ -50,23 +50,27 @@ def assign_replicas(
         others = [spare for spare in spares if spare != holder[node]]
         if others:
             second = min(
-                others, key=lambda one: (len(shares[one]), -_fabric_distance(one, holder[node], domains))
+                others,
+                key=lambda candidate: (
+                    len(shares[candidate]),
+                    -_fabric_distance(candidate, holder[node], domains),
+                ),
             )
             shares[second].append(node)
     return shares
 
 
-def _fabric_distance(one: str, other: str, domains: FailureDomains) -> int:
+def _fabric_distance(node: str, other: str, domains: FailureDomains) -> int:
     """How many levels of the fabric have to be gone up until both are in one unit; unknown is far."""
     for height, units in enumerate(domains.values()):
-        if units.get(one) is not None and units.get(one) == units.get(other):
+        if units.get(node) is not None and units.get(node) == units.get(other):
             return height
     return len(domains)
 
 
 def count_spare_replicas(plan: RestorePlan) -> int:
     """How many parts of a plan come out of copies on spares."""
-    return sum(is_spare_replica(one.path) for one in plan.sources)
+    return sum(is_spare_replica(source.path) for source in plan.sources)
 
 
 class SpareReplicaScheduler:
@@ -94,7 +98,7 @@ class SpareReplicaScheduler:
         """An attempt begins: of what nodes with ranks have as guests, only what it goes on from is kept."""
         there = self._workers.ready
         nodes = tuple(dict.fromkeys(placement.nodes))
-        spares = [one for one in placement.spares or there if one in there and one not in nodes]
+        spares = [node for node in placement.spares or there if node in there and node not in nodes]
         self._attempt, self._nodes_in_use = attempt, nodes
         self._newest, self._completed = None, 0
         self._ordered, self._waiting, self._told, self._held = {}, {}, {}, {}
@@ -106,10 +110,10 @@ class SpareReplicaScheduler:
                 f"spare{'s' * (len(spares) != 1)} {fold_hosts(spares)}: each save is copied there out of the"
                 " nodes' memory, as far as there is room; a node is lost without harm where there is a copy"
             )
-        used = [one for one in plan.sources if is_spare_replica(one.path)]
+        used = [source for source in plan.sources if is_spare_replica(source.path)]
         for node in nodes:
             if plan.stamp is not None and node in there:
-                numbers = [one.number for one in used if one.node == node]
+                numbers = [source.number for source in used if source.node == node]
                 self._workers.dismiss(node, plan.stamp.generation, numbers)
 
     def handle(
@@ -128,7 +132,7 @@ class SpareReplicaScheduler:
 
     def covered_step(self) -> int:
         """The newest step of which spares have all that lost nodes of this attempt had; 0: of none."""
-        gone = {one.node for one in self._nodes.lost}
+        gone = {node_lost.node for node_lost in self._nodes.lost}
         living = set(self._nodes.alive) - gone
         lost = set(self._nodes_in_use) - living
         for step, holders in sorted(self._held.items(), reverse=True):
@@ -206,5 +210,5 @@ class SpareReplicaScheduler:
 
 def _join_names(nodes: Iterable[str]) -> str:
     names = list(nodes)
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return (", ".join(names[:_MAX_NAMED]) or "no node") + more
+    rest = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return (", ".join(names[:_MAX_NAMED]) or "no node") + rest

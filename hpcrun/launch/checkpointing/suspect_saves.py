@@ -13,8 +13,8 @@ NEARBY_STEPS = 3
 
 def read_suspect_saves(run: RunDir) -> dict[str, int]:
     """The failures of each generation, by its id."""
-    found = read_json(run.poison)
-    return {str(name): count for name, count in found.items()} if isinstance(found, dict) else {}
+    record = read_json(run.poison)
+    return {str(name): count for name, count in record.items()} if isinstance(record, dict) else {}
 
 
 def record_failed_restart(run: RunDir, generation: str, *, is_proved: bool = False) -> int:

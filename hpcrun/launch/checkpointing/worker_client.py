@@ -53,7 +53,7 @@ class WorkerClient:
         self._ready, self._refused = set(), {}
         self._configure()
         deadline = time.monotonic() + timeout_s
-        while any(one in self._nodes.alive and self._is_awaited(one) for one in orders):
+        while any(node in self._nodes.alive and self._is_awaited(node) for node in orders):
             if time.monotonic() > deadline:
                 break
             self._hear(_POLL_S)
@@ -84,18 +84,18 @@ class WorkerClient:
         timeout_s = timeout_s or (VERIFY_TIMEOUT_S if prove else INVENTORY_TIMEOUT_S)
         for node in nodes:
             self._nodes.send_to_worker(node, wire.TakeInventory(number, tuple(sorted(prove))))
-        found, open_ones, reader = list[InventoryEntry](), dict.fromkeys(nodes), InventoryReader()
+        entries, open_ones, reader = list[InventoryEntry](), dict.fromkeys(nodes), InventoryReader()
         for node, message in self._await(wire.WorkerInventory, {number}, open_ones, timeout_s):
-            for one in reader.read({**one, "node": node} for one in message.holdings):
-                if isinstance(one, str):
-                    self.news.append((node, wire.WorkerLog(f"it tells of a holding: {one}")))
+            for entry in reader.read({**entry, "node": node} for entry in message.holdings):
+                if isinstance(entry, str):
+                    self.news.append((node, wire.WorkerLog(f"it tells of a holding: {entry}")))
                 else:
-                    found.append(one)
+                    entries.append(entry)
             if not message.has_more:
                 open_ones.pop(node, None)
         # Of two nodes that have a part, the one whose ranks have written it is mostly where it is needed.
-        found.sort(key=lambda one: any(is_spare_replica(part.path) for part in one.parts))
-        return found, list(open_ones)
+        entries.sort(key=lambda entry: any(is_spare_replica(part.path) for part in entry.parts))
+        return entries, list(open_ones)
 
     def rebuild(
         self, orders: Iterable[RebuildOrder], timeout_s: float = REBUILD_TIMEOUT_S
@@ -110,7 +110,7 @@ class WorkerClient:
             order = numbers.pop(message.id)
             holding = message.holding and replace(message.holding, node=node)
             outcomes.append((order, holding or message.problem or "it does not say what came of it"))
-            if node not in {one.node for one in numbers.values()}:
+            if node not in {order.node for order in numbers.values()}:
                 open_ones.pop(node, None)
         return outcomes + [(order, f"{order.node} did not do it in time") for order in numbers.values()]
 
@@ -144,7 +144,7 @@ class WorkerClient:
     ) -> Iterator[tuple[str, _A]]:
         """Answers to questions with these numbers, until no node that lives still has one to give."""
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and any(one in self._nodes.alive for one in open_ones):
+        while time.monotonic() < deadline and any(node in self._nodes.alive for node in open_ones):
             for node, message in self._hear(_POLL_S):
                 if isinstance(message, kind) and message.id in numbers:
                     yield node, message

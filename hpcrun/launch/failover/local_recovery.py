@@ -132,6 +132,10 @@ class LocalRecovery:
             outcome = replace(outcome, message=self._describe_crashes())
         if self._is_told_to_end:
             outcome = replace(outcome, stop=signal.SIGTERM)
-        before = [one.get("step") or 0 for one in recovery.read_outcomes(run) if one.get("requeued")]
+        before = [
+            outcome_record.get("step") or 0
+            for outcome_record in recovery.read_outcomes(run)
+            if outcome_record.get("requeued")
+        ]
         progress = None if spec.command else recovery.newest_saved_step(run) - max(before, default=0)
         return OutcomeRecorder(spec, self._context, self._note, lambda: None).close(outcome, progress)

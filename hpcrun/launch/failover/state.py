@@ -93,7 +93,7 @@ class FailoverState:
                 leaderless=True,
             )
         else:
-            names = tuple(one.node for one in lost) or (self.former,)
+            names = tuple(node_lost.node for node_lost in lost) or (self.former,)
             why = lost[0].why if lost else "its supervisor did not answer any more"
             message = f"node {names[0]} is lost: {why}; log: {run.agent_logs / f'{names[0]}.log'}"
             stop = signal.SIGTERM if _was_asked_to_stop(attempt) else None
@@ -107,7 +107,7 @@ class FailoverState:
     def _tell(self, run: RunDir, outcome: AttemptOutcome, lost: Sequence[NodeLost]) -> None:
         claimed = None if self.epoch is None else epoch_claim_time(run, self.epoch)
         failover = FailoverEvent(self.former, os.uname().nodename, self.epoch, claimed, self.killed_by)
-        losses = [NodeLostEvent(one.node, one.why) for one in lost] if outcome.lost else []
+        losses = [NodeLostEvent(node_lost.node, node_lost.why) for node_lost in lost] if outcome.lost else []
         writer = EventWriter(run.events)
         for event in (failover, *losses, outcome.as_event()):
             writer.append(event, outcome.attempt)
