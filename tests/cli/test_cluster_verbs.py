@@ -215,7 +215,7 @@ def test_another_cluster_is_asked_by_name(slurm: Path, site: Path) -> None:
     assert run("check", path).exit_code == 0
     asked = (slurm / "asked").read_text(encoding="utf-8").splitlines()
     assert all(" -M far " in line for line in asked if "--version" not in line)
-    assert "is no name of a cluster" in str(mistake("draft", "--slurm-cluster", "a b"))
+    assert "is not a cluster's name" in str(mistake("draft", "--slurm-cluster", "a b"))
 
 
 def test_no_length_cuts_the_topology(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

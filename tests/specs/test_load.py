@@ -183,7 +183,7 @@ def test_all_mistakes_of_a_file_are_reported_in_the_order_of_its_lines() -> None
     text = "\n".join(found)
     for part in (
         'command line train.mbs: must be a whole number, not "no" (sequences per microbatch)',
-        'name: "first run" is not allowed (letters, digits, . _ -)',
+        'name: "first run" is not allowed (name of the run: letters, digits, . _ -)',
         'model: "dmo" is not known; did you mean demo? allowed: demo, tiny, llama3-1b',
         "data: give exactly one of text and tokens, found both",
         "parallel.tpp: unknown key; did you mean tp? allowed: pp, dp_replicate, dp_shard,",
