@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun import process
+from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.cluster import Lab
 
 PATIENCE_S = 400.0
 """A test that fails alone waits for so long: the lab's nodes share the machine with whatever else it does."""
+
+_undisturbed: dict[str, dict[int, float]] = {}
+"""Text of a job to its losses."""
 
 
 @dataclass
@@ -59,6 +63,16 @@ class Desk:
     def submit(self, *words: str) -> RunDir:
         """Submit a job; the run."""
         return RunDir(self.runs / self.hpcrun("submit", *words).stdout.strip())
+
+    def undisturbed_losses(self) -> dict[int, float]:
+        """The loss of each step of job.yaml on one node, where nothing happens to it; trained once a job."""
+        text = (self.path / "job.yaml").read_text(encoding="utf-8")
+        if text not in _undisturbed:
+            self.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
+            (path,) = self.runs.iterdir()
+            lines = read_json_lines(RunDir(path).metrics)
+            _undisturbed[text] = {line["step"]: line["loss"] for line in lines if line.get("kind") == "step"}
+        return _undisturbed[text]
 
     def until(self, condition: Callable[[], bool], run: RunDir, timeout_s: float = PATIENCE_S) -> None:
         """Wait for something to become true of a run."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
 from tests.lab.test_lab_levels import JOB, events, steps, stored
 
@@ -14,8 +13,7 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: 
     job = JOB.replace("parity: {scheme: xor}, replicate_to_spares: false", "parity: {scheme: none}")
     assert job != JOB
     (desk.path / "job.yaml").write_text(job)
-    desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
-    (undisturbed,) = (RunDir(path) for path in desk.runs.iterdir())
+    undisturbed = desk.undisturbed_losses()
     before = desk.shared_memory(node.name for node in desk.lab.nodes)
     run = desk.submit("job.yaml")
 
@@ -43,7 +41,7 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: 
     second = records(run, "attempts/2/placement.json")[0]["nodes"]
     assert lost not in second
     assert (stored(run, "durable"), stored(run, "parity")) == ([60], [])
-    assert steps(run) == steps(undisturbed)
+    assert steps(run) == undisturbed
     told = desk.hpcrun("events", run.id).stdout
     assert "holds what" in told
     assert "out of memory; 1 part from the memory of spares" in told

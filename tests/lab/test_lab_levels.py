@@ -40,8 +40,7 @@ def stored(run: RunDir, level: str) -> list[int]:
 def go_on_without(what: str, desk: Desk, placement: str) -> None:
     """Run a job on two nodes in each of two racks, take a node or a rack away, and look at how it went on."""
     (desk.path / "job.yaml").write_text(JOB)
-    desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
-    (undisturbed,) = (RunDir(path) for path in desk.runs.iterdir())
+    undisturbed = desk.undisturbed_losses()
     before = desk.shared_memory(node.name for node in desk.lab.nodes)
     run = desk.submit("job.yaml", f"resources.placement={placement}")
     desk.until(lambda: len(stored(run, "parity")) > 1, run)
@@ -61,7 +60,7 @@ def go_on_without(what: str, desk: Desk, placement: str) -> None:
     assert not {*lost} & {*second}
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-00000060"]
     assert stored(run, "durable") == [60]
-    assert steps(run) == steps(undisturbed)
+    assert steps(run) == undisturbed
     # The agents give the memory back when they leave, which is a moment after the end of the run.
     desk.until_none_is_left(run)
     for node, there in desk.shared_memory(second).items():

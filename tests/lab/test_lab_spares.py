@@ -37,8 +37,7 @@ def outcomes(run: RunDir) -> list[tuple[str, str | None, str | None]]:
 
 def test_a_killed_rank_and_a_lost_node_cost_an_attempt_each_and_no_requeue(desk: Desk) -> None:
     (desk.path / "job.yaml").write_text(JOB)
-    desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
-    (undisturbed,) = (RunDir(path) for path in desk.runs.iterdir())
+    undisturbed = desk.undisturbed_losses()
     run = desk.submit("job.yaml")
     assert "#SBATCH --nodes=3\n" in run.script.read_text()
     assert "#SBATCH --no-kill\n" in run.script.read_text()
@@ -54,7 +53,7 @@ def test_a_killed_rank_and_a_lost_node_cost_an_attempt_each_and_no_requeue(desk:
     assert outcomes(run) == [("failed", "crash", None), ("failed", "node", None), ("done", None, None)]
     third = records(run, "attempts/3/placement.json")[0]
     assert lost not in third["nodes"]
-    assert steps(run) == steps(undisturbed)
+    assert steps(run) == undisturbed
     told = [line for line in read_json_lines(run.events) if line["event"] == "relaunch"]
     assert [line["spares_left"] for line in told] == [1, 0]
 
@@ -72,15 +71,9 @@ def events(run: RunDir, name: str) -> list[dict[str, Any]]:
     return [line for line in read_json_lines(run.events) if line["event"] == name]
 
 
-def undisturbed(desk: Desk) -> RunDir:
-    """The same job on one node, where nothing happens to it."""
-    (desk.path / "job.yaml").write_text(JOB)
-    desk.hpcrun("train", "job.yaml", "name=undisturbed", "resources={nodes: 1}")
-    return next(RunDir(path) for path in desk.runs.iterdir())
-
-
 def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
-    before = undisturbed(desk)
+    (desk.path / "job.yaml").write_text(JOB)
+    undisturbed = desk.undisturbed_losses()
     run = desk.submit("job.yaml")
     desk.until(lambda: len(steps(run)) > 6, run)
     off = time.time()
@@ -97,7 +90,7 @@ def test_a_lost_batch_host_costs_an_attempt_and_no_requeue(desk: Desk) -> None:
     second = records(run, "attempts/2/placement.json")[0]
     assert sorted(second["nodes"]) == ["n02", "n03"]
     assert [one["restarts"] for one in records(run, "attempts/*/supervisor.json")] == [0, 0]
-    assert steps(run) == steps(before)
+    assert steps(run) == undisturbed
     assert events(run, "fault")[0]["nodes"] == ["n01"]
     desk.until_none_is_left(run)
     first_new = next(line["time"] for line in read_json_lines(run.metrics) if line["attempt"] == 2)
@@ -189,7 +182,8 @@ def test_above_a_number_of_nodes_one_step_has_all_agents(desk: Desk) -> None:
 
 
 def test_a_batch_host_that_is_cut_off_stands_back(desk: Desk) -> None:
-    before = undisturbed(desk)
+    (desk.path / "job.yaml").write_text(JOB)
+    undisturbed = desk.undisturbed_losses()
     run = desk.submit("job.yaml")
     desk.until(lambda: len(steps(run)) > 6, run)
     cut = time.time()
@@ -201,7 +195,7 @@ def test_a_batch_host_that_is_cut_off_stands_back(desk: Desk) -> None:
     assert desk.ended(run)["status"] == "done", story(run)
     desk.until_none_is_left(run)
     assert outcomes(run) == [("failed", "node", None), ("done", None, None)]
-    assert steps(run) == steps(before)
+    assert steps(run) == undisturbed
     told = list(read_json_lines(run.events))
     assert {line["host"] for line in told[: told.index(took)]} == {"n01"}
     assert {line["host"] for line in told[told.index(took) :]} == {took["host"]}
