@@ -211,8 +211,8 @@ def test_without_anything_seen_there_is_nothing_to_ask_for(
         ("http://example.org/x", "--webhook: must be https://HOST/PATH"),
         ("https://", "--webhook: must be https://HOST/PATH"),
         ("file:///etc/passwd", "--webhook: must be https://HOST/PATH"),
-        ("https://[::1/x", "--webhook: is no URL"),
-        ("https://h:port/x", "--webhook: is no URL"),
+        ("https://[::1/x", "--webhook: is not a URL"),
+        ("https://h:port/x", "--webhook: is not a URL"),
     ],
 )
 def test_a_file_that_holds_no_webhook(
