@@ -32,11 +32,11 @@ from hpcrun.checkpoint.format import (
     render_tensors,
 )
 from hpcrun.checkpoint.generation import GenerationReader, read_part_tail
-from hpcrun.checkpoint.levels import GenerationId, HeldParity, HeldPart, InventoryEntry, SetMember
 from hpcrun.checkpoint.part_writer import write_part
 from hpcrun.checkpoint.restore.decide import decide_restore
 from hpcrun.checkpoint.restore.inventory import InventoryReader, gc_paused
 from hpcrun.checkpoint.restore_plan import RestorePlan
+from hpcrun.checkpoint.tier import CheckpointId, HeldParity, HeldPart, InventoryEntry, SetMember
 from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints, render_commit_record
 
 NODES, TENSORS, LIMIT_S = 8, 4096, 2.0
@@ -75,7 +75,7 @@ def run_directory(root: Path, generations: int, tensors: int) -> list[SavedCheck
     return read_saved_checkpoints(root)[0]
 
 
-def told_by_nodes(stamps: Sequence[GenerationId]) -> list[str]:
+def told_by_nodes(stamps: Sequence[CheckpointId]) -> list[str]:
     """What each node says: its part of every generation, and its parity in one set of all nodes."""
     names = [f"n{number:02}" for number in range(NODES)]
     lines: list[list[InventoryEntry]] = [[] for _ in names]
@@ -119,7 +119,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "checkpoints"
         saves = run_directory(root, generations, TENSORS)
-        stamps = [GenerationId(one.generation, one.step + 1, one.position, NODES, 1) for one in saves]
+        stamps = [CheckpointId(one.generation, one.step + 1, one.position, NODES, 1) for one in saves]
         whole, oldest = told_by_nodes(stamps), told_by_nodes(stamps)
         # Of all but the oldest, two nodes of the set have nothing: more than its parity makes up for.
         oldest = [json.dumps(json.loads(line)[:2]) if n < 2 else line for n, line in enumerate(oldest)]
@@ -138,8 +138,8 @@ def main() -> int:
                 seconds.append(time.perf_counter() - start)
             assert plan is not None
             assert plan.stamp is not None, what
-            levels = "+".join(plan.levels)
-            report.row(case=what, seconds=spread(seconds), step=plan.stamp.step, levels=levels)
+            tiers = "+".join(plan.tiers)
+            report.row(case=what, seconds=spread(seconds), step=plan.stamp.step, tiers=tiers)
             worst = max(worst, statistics.median(seconds))
     scale = f"{generations} generations of {TENSORS} tensors on {NODES} nodes"
     report.claim(f"restart decision, {scale}, worst case, s", worst, f"at most {LIMIT_S:g}", worst <= LIMIT_S)

@@ -20,13 +20,13 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         **{"carried": [], "absent": [], "left": [], "notes": []},
     },
     "save": {"seconds": 0.5},
-    "stored": {"level": "durable", "seconds": 1.0, "size_bytes": 1000, "lag_s": 1.5},
-    "save_failed": {"level": "durable", "why": "disk full"},
-    "save_stalled": {"level": "durable", "seconds": 30.0, "why": "the disk does not answer"},
+    "stored": {"tier": "durable", "seconds": 1.0, "size_bytes": 1000, "lag_s": 1.5},
+    "save_failed": {"tier": "durable", "why": "disk full"},
+    "save_stalled": {"tier": "durable", "seconds": 30.0, "why": "the disk does not answer"},
     "save_skipped": {"why": "busy"},
     "save_unchanged": {"why": "its bytes are those of the save before"},
     "save_interval": {"every_s": 600.0, "stall_s": 1.0, "flush_s": 10.0, "why": "saves are cheap"},
-    "flush": {"levels": ["durable"], "size_bytes": 1000, "done_bytes": None, "seconds": 2.0},
+    "flush": {"tiers": ["durable"], "size_bytes": 1000, "done_bytes": None, "seconds": 2.0},
 }
 
 

@@ -183,7 +183,7 @@ def discard_draft(draft: GenerationDraft) -> None:
 
 
 def quarantine_generation(path: Path, what: str = DAMAGED_PREFIX) -> Path:
-    """Take a generation out of the committed ones, and keep it: another level may repair a damaged one."""
+    """Take a generation out of the committed ones, and keep it: another tier may repair a damaged one."""
     target = path.with_name(f"{what}{path.name}.{secrets.token_hex(4)}")
     path.rename(target)
     sync_directory(path.parent)

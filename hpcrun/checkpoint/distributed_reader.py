@@ -20,8 +20,8 @@ from hpcrun.checkpoint.format import (
     compute_structure_digest,
 )
 from hpcrun.checkpoint.generation import OpenFileCache
-from hpcrun.checkpoint.levels import NODE_LEVELS
 from hpcrun.checkpoint.restore_plan import SHARED_NODE, RestorePlan
+from hpcrun.checkpoint.tier import NODE_TIERS
 
 
 class RemoteReader(Protocol):
@@ -74,7 +74,7 @@ class _DistributedFetcher:
     def fetch(self, number: int, part: Part, at: int, buffers: Buffers) -> int:
         source = self._sources[number]
         if source.node in (self._here, SHARED_NODE):
-            is_own = source.level in NODE_LEVELS
+            is_own = source.tier in NODE_TIERS
             return self._files.read(Path(source.path), source.at + at, buffers, is_own=is_own)
         if self._remote is None:
             raise DamagedError(f"{self.where(number, part, at)}: there is no way to that node")

@@ -21,7 +21,7 @@ def describe_checkpoint(
         "format_version": SAVE_FORMAT_VERSION,
         "generation": saved.generation,
         "structure": saved.structure,
-        "level": saved.level,
+        "tier": saved.tier,
         "written": saved.written,
         "size_bytes": sum(saved.file_bytes) + saved.manifest_bytes,
         "state": "damaged" if problem else "complete",

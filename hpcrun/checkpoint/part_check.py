@@ -20,8 +20,8 @@ from hpcrun.checkpoint.format import (
     parse_tail,
     unpack_header,
 )
-from hpcrun.checkpoint.levels import NODE_LEVELS, HeldPart, InventoryEntry
 from hpcrun.checkpoint.parity.files import read_file_at
+from hpcrun.checkpoint.tier import NODE_TIERS, HeldPart, InventoryEntry
 
 DamagedPart = tuple[str, str, int]
 """A file, the generation and the number of the part in it that is not what it should be."""
@@ -51,9 +51,7 @@ def find_damaged_parts(
     for entry in holdings:
         for held in entry.parts if entry.stamp.generation in generations else ():
             try:
-                verify_part(
-                    held, bytes.fromhex(entry.stamp.generation), shared=entry.level not in NODE_LEVELS
-                )
+                verify_part(held, bytes.fromhex(entry.stamp.generation), shared=entry.tier not in NODE_TIERS)
             except DamagedError as error:
                 damages[held.path, entry.stamp.generation, held.number] = str(error)
     return damages
@@ -62,7 +60,7 @@ def find_damaged_parts(
 def exclude_damaged_parts(
     holdings: Iterable[InventoryEntry], damages: Mapping[DamagedPart, str]
 ) -> list[InventoryEntry]:
-    """The holdings as if these parts were not there; what parity or another level has takes their place."""
+    """The holdings as if these parts were not there; what parity or another tier has takes their place."""
     problems = []
     for entry in holdings:
         name = entry.stamp.generation

@@ -9,7 +9,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.checkpoint.tier import CheckpointId
 from hpcrun.typed_json import WrongValue, parse_typed
 
 _CHECK = "check"
@@ -19,7 +19,7 @@ _CHECK = "check"
 class PartRecord:
     """A part that lies whole somewhere."""
 
-    stamp: GenerationId
+    stamp: CheckpointId
     number: int
     part: Part
 

@@ -13,7 +13,7 @@ from typing import Any
 from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, SetMember
+from hpcrun.checkpoint.tier import CheckpointId, SetMember, TierName
 from hpcrun.typed_json import WrongValue, parse_typed
 
 SHARED_NODE = ""
@@ -30,7 +30,7 @@ class PartSource:
     at: int
     """Where it begins in that file."""
     part: Part
-    level: CheckpointLevel
+    tier: TierName
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SurvivingMember:
 class RebuildOrder:
     """The order to make the parts of lost members of an erasure set again."""
 
-    stamp: GenerationId
+    stamp: CheckpointId
     node: str
     """Whose worker does it, and keeps what comes of it."""
     members: tuple[SetMember, ...]
@@ -63,9 +63,9 @@ class RebuildOrder:
 class RestorePlan:
     """The newest generation that is whole, and how to get it."""
 
-    stamp: GenerationId | None
+    stamp: CheckpointId | None
     """None: there is nothing to go on from."""
-    levels: tuple[CheckpointLevel, ...] = ()
+    tiers: tuple[TierName, ...] = ()
     """Those that something of it comes from, the quickest first."""
     sources: tuple[PartSource, ...] = ()
     """By number; those of parts that are yet to be rebuilt are missing."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, InventoryEntry, StoreResult
 from hpcrun.checkpoint.restore_plan import RebuildOrder
+from hpcrun.checkpoint.tier import CheckpointId, InventoryEntry, StoreResult, TierName
 from hpcrun.typed_json import Tagged, TaggedUnion
 
 
@@ -72,7 +72,7 @@ class CopyParts(Tagged):
     """Copy what these nodes have in memory of a state."""
 
     id: int
-    stamp: GenerationId
+    stamp: CheckpointId
     nodes: tuple[str, ...]
 
 
@@ -116,7 +116,7 @@ class WorkerReady(Tagged):
     port: int | None = None
     """Where it listens for the workers of other nodes."""
     socket: str = ""
-    levels: tuple[str, ...] = ()
+    tiers: tuple[str, ...] = ()
     """Those that the node has."""
 
 
@@ -146,7 +146,7 @@ class WorkerError(Tagged):
 
 @dataclass(frozen=True)
 class WritesProbed(Tagged):
-    """Whether saves can get to each level; why not, where they cannot."""
+    """Whether saves can get to each tier; why not, where they cannot."""
 
     problems: dict[str, str]
 
@@ -189,16 +189,16 @@ class PartsCopied(Tagged):
 class GenerationSealed(Tagged):
     """All ranks of the node have a generation in memory."""
 
-    stamp: GenerationId
+    stamp: CheckpointId
     size_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class SaveFailed(Tagged):
-    """A level does not get what the node has of a generation."""
+    """A tier does not get what the node has of a generation."""
 
-    stamp: GenerationId
-    level: CheckpointLevel
+    stamp: CheckpointId
+    tier: TierName
     why: str
 
 
@@ -273,21 +273,21 @@ class SlotFilled(RankRequest):
 
     slot: int
     key: int
-    stamp: GenerationId
-    levels: tuple[CheckpointLevel, ...]
+    stamp: CheckpointId
+    tiers: tuple[TierName, ...]
 
 
 @dataclass(frozen=True)
 class SlotLost(RankRequest):
     """The bytes will not come: nobody needs to wait for this rank's part."""
 
-    stamp: GenerationId
+    stamp: CheckpointId
     why: str
 
 
 @dataclass(frozen=True)
 class DegradeSaves(RankRequest):
-    """The save that was just refused a slot is wanted more than the oldest one's next levels."""
+    """The save that was just refused a slot is wanted more than the oldest one's next tiers."""
 
 
 @dataclass(frozen=True)
@@ -308,10 +308,10 @@ RANK_REQUESTS = TaggedUnion[AnyRankRequest](AnyRankRequest)
 
 @dataclass(frozen=True)
 class SlotsReserved(Tagged):
-    """The files of the slots, and the levels below memory."""
+    """The files of the slots, and the tiers below memory."""
 
     slots: tuple[str, ...]
-    levels: tuple[CheckpointLevel, ...]
+    tiers: tuple[TierName, ...]
 
 
 @dataclass(frozen=True)
@@ -344,15 +344,15 @@ class RequestRefused(Tagged):
 class PartSealed(Tagged):
     """This rank's part of a generation has all its headers and hashes, in memory."""
 
-    stamp: GenerationId
+    stamp: CheckpointId
 
 
 @dataclass(frozen=True)
 class SaveStalled(Tagged):
     """Nothing has moved for a while."""
 
-    stamp: GenerationId
-    level: CheckpointLevel
+    stamp: CheckpointId
+    tier: TierName
     why: str
     seconds: float
 

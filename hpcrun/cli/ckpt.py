@@ -57,7 +57,7 @@ def list_steps(run: SavesRun, url: Url = None, endpoint: Endpoint = None, as_jso
 def _format_step(step: dict[str, Any]) -> str:
     size = format_bytes(step["size_bytes"])
     ranks = f"{step['world_size']} rank{'s' * (step['world_size'] != 1)}"
-    facts = (f"step {step['step']}", f"{step['samples']} samples", size, step["level"], ranks, step["state"])
+    facts = (f"step {step['step']}", f"{step['samples']} samples", size, step["tier"], ranks, step["state"])
     return "  ".join((*facts, step["path"], *(step[key] for key in ("standing", "problem") if step[key])))
 
 

@@ -234,7 +234,7 @@ def _description_rows(record: dict[str, Any]) -> dict[str, Any]:
         name: value if isinstance(value, str) else ", ".join(value) for name, value in record["files"].items()
     }
     saved = ", ".join(f"step {step}" for step in record["saved_steps"])
-    return facts | files | {"saved": saved, "levels": "; ".join(record["save_lines"])}
+    return facts | files | {"saved": saved, "tiers": "; ".join(record["save_lines"])}
 
 
 def _format_submission(record: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
-from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel
+from hpcrun.checkpoint.tier import TIER_NAMES, TierName
 from hpcrun.slurm.allocation import Allocation
 from hpcrun.specs.job import JobSpec
 from hpcrun.specs.metrics import MetricReader, MetricRecord, SaveMetric, StepMetric, StoredMetric
@@ -35,16 +35,14 @@ def final_save_deadline(end: float, lead_s: float) -> float:
     return end - lead_s
 
 
-def deepest_reachable_level(
-    left_s: float, takes_s: Mapping[CheckpointLevel, float]
-) -> CheckpointLevel | None:
-    """The deepest level that a save reaches in the time that is left; None where it reaches none."""
-    fitting = [level for level in CHECKPOINT_LEVELS if level in takes_s and takes_s[level] <= left_s]
+def deepest_reachable_tier(left_s: float, takes_s: Mapping[TierName, float]) -> TierName | None:
+    """The deepest tier that a save reaches in the time that is left; None where it reaches none."""
+    fitting = [tier for tier in TIER_NAMES if tier in takes_s and takes_s[tier] <= left_s]
     return fitting[-1] if fitting else None
 
 
 class SaveDurations:
-    """How long saves of a run take until a level has them, by the lines of metrics.jsonl."""
+    """How long saves of a run take until a tier has them, by the lines of metrics.jsonl."""
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_MAX_SAVES)
@@ -56,19 +54,19 @@ class SaveDurations:
             match record.metric:
                 case StepMetric(step_time_s=seconds):
                     self._steps.append(seconds)
-                case SaveMetric(level=level, seconds=seconds):
-                    self._takes[level].append(seconds)
+                case SaveMetric(tier=tier, seconds=seconds):
+                    self._takes[tier].append(seconds)
                 case StoredMetric() as stored:
                     # Without the rests of workers: at the end there are none.
-                    self._takes[stored.level].append(max(0.0, stored.lag_s - stored.rested_s))
+                    self._takes[stored.tier].append(max(0.0, stored.lag_s - stored.rested_s))
 
-    def save_times_s(self) -> dict[CheckpointLevel, float]:
-        """With the margin and the step that has to end first: the longest of the newest saves, by level."""
+    def save_times_s(self) -> dict[TierName, float]:
+        """With the margin and the step that has to end first: the longest of the newest saves, by tier."""
         step = max(self._steps, default=0.0)
         return {
-            level: FINAL_SAVE_MARGIN * max(self._takes[level]) + step
-            for level in CHECKPOINT_LEVELS
-            if level in self._takes
+            tier: FINAL_SAVE_MARGIN * max(self._takes[tier]) + step
+            for tier in TIER_NAMES
+            if tier in self._takes
         }
 
     @property
@@ -106,7 +104,7 @@ class FinalSaveTimer:
         if self._end is None or now < final_save_deadline(self._end, lead):
             return None
         left_s = self._end - now
-        reached = deepest_reachable_level(left_s, self.pace.save_times_s())
+        reached = deepest_reachable_tier(left_s, self.pace.save_times_s())
         what = f"it is to be {reached}" if reached else "it may not arrive anywhere"
         return (
             f"{left_s:.0f} s are left, and saves take up to {lead / FINAL_SAVE_MARGIN:.0f} s, more than"

@@ -189,7 +189,7 @@ class Supervisor:
             fit, step = self._node_pool.fit(nodes), self._newest_step(outcome)
             # A supervisor that has just come knows only of what lies in the run directory.
             knows = (
-                self._coordinator is None or self._coordinator.has_decided or not self._coordinator.has_levels
+                self._coordinator is None or self._coordinator.has_decided or not self._coordinator.has_tiers
             )
             newest = f"step {step}" if knows else "the newest save that is whole"
             self._observer.note(f"{outcome.message}; going on{fit} from {newest}")
@@ -359,7 +359,7 @@ class Supervisor:
         write_atomically(attempt.hosts, "".join(f"{node}\n" for node in placement.ranks))
         assert self._coordinator is not None
         around = (*placement.nodes, *placement.spares)
-        domains = self._context.domains(nodes, around) if self._coordinator.has_levels else {}
+        domains = self._context.domains(nodes, around) if self._coordinator.has_tiers else {}
         environ = self._coordinator.prepare(attempt, placement, domains)
         self._began_at = self._coordinator.step()
         if (stopped := self._stopped_early(attempt)) is not None:
@@ -390,7 +390,7 @@ class Supervisor:
         placement: Placement,
         launcher: Launcher,
         nodes: Nodes,
-        levels: Mapping[str, str],
+        worker_environment: Mapping[str, str],
     ) -> AttemptOutcome:
         spec = self._prepared.spec
         assert self._coordinator is not None
@@ -404,7 +404,7 @@ class Supervisor:
             placement,
             command,
             build_rank_environment(attempt, spec, self._context, placement, nodes, self._observer.note)
-            | {**levels},
+            | {**worker_environment},
             launcher,
             uses_exit_records=spec.command is not None,
             can_save=spec.retries is not None,

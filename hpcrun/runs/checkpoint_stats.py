@@ -1,4 +1,4 @@
-"""What lines of metrics.jsonl say of saves and the levels that they go through."""
+"""What lines of metrics.jsonl say of saves and the tiers that they go through."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS
+from hpcrun.checkpoint.tier import TIER_NAMES
 from hpcrun.specs.metrics import MetricRecord, SaveFailedMetric, SaveMetric, StepMetric, StoredMetric
 from hpcrun.units import format_bandwidth
 
 
 @dataclass
-class LevelStats:
-    """What the saves of one level have come to; seconds and bytes only ever grow."""
+class TierStats:
+    """What the saves of one tier have come to; seconds and bytes only ever grow."""
 
     saves: int = 0
     failures: int = 0
     stall_s: float = 0.0
     """For which training waited."""
     flush_s: float = 0.0
-    """That the level took in the background."""
+    """That the tier took in the background."""
     size_bytes: float = 0.0
     """Of the saves, as the node of rank 0 wrote them; of saves that ranks write themselves unknown, and 0."""
     lag_s: float | None = None
-    """From the newest save until the level had it."""
+    """From the newest save until the tier had it."""
     ratio: float | None = None
-    """Bytes that the newest save took at the level, to those of its parts."""
+    """Bytes that the newest save took at the tier, to those of its parts."""
 
 
 @dataclass
 class CheckpointStats:
-    """All levels of a run, and since when nothing was durable; dumps to JSON and reads back."""
+    """All tiers of a run, and since when nothing was durable; dumps to JSON and reads back."""
 
-    levels: dict[str, LevelStats] = field(default_factory=dict)
-    undurable_since: float | None = None
+    tiers: dict[str, TierStats] = field(default_factory=dict)
+    durable_since: float | None = None
     """When the newest durable save was complete (wall clock), or the first step, where there was none."""
 
     def take(self, record: MetricRecord) -> None:
         """One more line."""
         metric = record.metric
-        is_first_step = self.undurable_since is None and isinstance(metric, StepMetric)
+        is_first_step = self.durable_since is None and isinstance(metric, StepMetric)
         if is_first_step or metric.is_durable_save:
-            self.undurable_since = record.time
+            self.durable_since = record.time
         if not isinstance(metric, SaveMetric | StoredMetric | SaveFailedMetric):
             return
-        if metric.level not in CHECKPOINT_LEVELS:
+        if metric.tier not in TIER_NAMES:
             return
-        sums = self.levels.setdefault(metric.level, LevelStats())
+        sums = self.tiers.setdefault(metric.tier, TierStats())
         match metric:
             case SaveFailedMetric():
                 sums.failures += 1
@@ -69,11 +69,9 @@ class CheckpointStats:
         return self
 
     def lines(self) -> list[str]:
-        """A line a level, in plain text, from the quickest to the safest."""
+        """A line a tier, in plain text, from the quickest to the safest."""
         return [
-            f"{level}: {_format_level_stats(self.levels[level])}"
-            for level in CHECKPOINT_LEVELS
-            if level in self.levels
+            f"{tier}: {_format_tier_stats(self.tiers[tier])}" for tier in TIER_NAMES if tier in self.tiers
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -81,7 +79,7 @@ class CheckpointStats:
         return asdict(self)
 
 
-def _format_level_stats(sums: LevelStats) -> str:
+def _format_tier_stats(sums: TierStats) -> str:
     parts = [f"{sums.saves} save{'s' * (sums.saves != 1)}"]
     if sums.stall_s and sums.saves:
         parts.append(f"training waited {sums.stall_s / sums.saves:.2g} s each")

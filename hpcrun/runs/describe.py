@@ -32,7 +32,7 @@ def describe_run(run: RunDir) -> tuple[dict[str, Any], GoodputLedger]:
     """
     state = with_slurm_state(read_run_states([run])[0])
     owner = run.sweep_of_element or run
-    origin, levels = read_provenance(owner), read_checkpoint_stats(run)
+    origin, tiers = read_provenance(owner), read_checkpoint_stats(run)
     told = {
         **state.as_json(),
         "files": _list_files(owner, run),
@@ -41,8 +41,8 @@ def describe_run(run: RunDir) -> tuple[dict[str, Any], GoodputLedger]:
         "origin": asdict(origin) | {"argv": Masker().mask_words(origin.argv)} if origin else None,
         "attempts": [_describe_attempt(one, state) for one in run.attempts()],
         "saved_steps": [one.step for one in resumable_checkpoints(run.checkpoints)],
-        "save_levels": levels.as_json(),
-        "save_lines": levels.lines() + describe_spare_replicas(read_events(run.events)),
+        "save_tiers": tiers.as_json(),
+        "save_lines": tiers.lines() + describe_spare_replicas(read_events(run.events)),
     }
     return told, compute_run_ledger(state)
 
@@ -77,7 +77,7 @@ def _event_clock_time(run: RunDir, at: float | None) -> float:
 
 
 def read_checkpoint_stats(run: RunDir) -> CheckpointStats:
-    """What its saves have come to at each level; of a sweep nothing."""
+    """What its saves have come to at each tier; of a sweep nothing."""
     return CheckpointStats().take_all(read_metrics(run))
 
 

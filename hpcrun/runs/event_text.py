@@ -118,9 +118,9 @@ class EventFormatter:
     def _is_news(self, attempt: int, fact: Event | Metric) -> bool:
         """False for the second record of what became of a save: rank 0 and the supervisor write one each."""
         match fact:
-            case StoredMetric(step=step, level=tier) | CheckpointStoredEvent(step=step, tier=tier):
+            case StoredMetric(step=step, tier=tier) | CheckpointStoredEvent(step=step, tier=tier):
                 outcome = attempt, step, tier, True
-            case SaveFailedMetric(step=step, level=tier) | CheckpointFailedEvent(step=step, tier=tier):
+            case SaveFailedMetric(step=step, tier=tier) | CheckpointFailedEvent(step=step, tier=tier):
                 outcome = attempt, step, tier, False
             case _:
                 return True

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, get_args
 
-from hpcrun.checkpoint.levels import CheckpointLevel
 from hpcrun.checkpoint.policy.failure_rates import FailureHistory, FailureKind
+from hpcrun.checkpoint.tier import TierName
 from hpcrun.errors import HpcrunError, UsageError
 from hpcrun.files import read_regular
 from hpcrun.runs.ledger import account_attempts, read_ledger
@@ -29,7 +29,7 @@ MAX_HISTORY_RUNS = 200
 """The newest of the user's runs; what is older says little of the machine as it is."""
 _MAX_SIMILAR_RUNS = 20
 _MAX_LINES, _MAX_STORED = 20_000, 64
-_LEVELS: tuple[CheckpointLevel, ...] = get_args(CheckpointLevel)
+_TIERS: tuple[TierName, ...] = get_args(TierName)
 _NAME_LINE = re.compile(r"^name: *[\"']?([A-Za-z0-9._-]+)", re.M)
 _PROGRAM_FAULTS = ("deterministic", "data")
 _FAILURE_KINDS: Mapping[str, FailureKind] = {
@@ -39,14 +39,14 @@ _FAILURE_KINDS: Mapping[str, FailureKind] = {
 
 
 @dataclass(frozen=True)
-class LevelTiming:
-    """What one level took in the saves that were seen: medians, in seconds."""
+class TierTiming:
+    """What one tier took in the saves that were seen: medians, in seconds."""
 
     stall_s: float | None = None
     """For which training waited; in the background, by how much the steps beside it were longer."""
     flush_s: float | None = None
     lag_s: float | None = None
-    """From the save until the level had it."""
+    """From the save until the tier had it."""
     saves: int = 0
 
 
@@ -56,7 +56,7 @@ class MeasuredCosts:
 
     runs: tuple[str, ...] = ()
     step_s: float | None = None
-    levels: Mapping[CheckpointLevel, LevelTiming] = field(default_factory=dict)
+    tiers: Mapping[TierName, TierTiming] = field(default_factory=dict)
     restart_s: float | None = None
     """From the last sign of progress before a fault to new progress, the mean over faults."""
 
@@ -161,21 +161,21 @@ def measure_metric_records(
             case StepMetric(step_time_s=seconds):
                 steps.append(seconds)
             case SaveMetric() as save:
-                times[save.level, "stall"].append(save.seconds)
+                times[save.tier, "stall"].append(save.seconds)
             case StoredMetric() as stored:
-                times[stored.level, "flush"].append(stored.seconds)
-                times[stored.level, "lag"].append(stored.lag_s)
+                times[stored.tier, "flush"].append(stored.seconds)
+                times[stored.tier, "lag"].append(stored.lag_s)
     step_s = _median_or_none(steps)
     if step_s is not None:
-        for level, slowdown_s in _background_slowdowns(records, step_s):
-            times[level, "stall"].append(slowdown_s)
-    measured_levels = {level for level, _ in times}
-    levels = {level: _level_timing(times, level) for level in _LEVELS if level in measured_levels}
-    return MeasuredCosts(runs, step_s, levels, restart_s)
+        for tier, slowdown_s in _background_slowdowns(records, step_s):
+            times[tier, "stall"].append(slowdown_s)
+    measured_tiers = {tier for tier, _ in times}
+    tiers = {tier: _tier_timing(times, tier) for tier in _TIERS if tier in measured_tiers}
+    return MeasuredCosts(runs, step_s, tiers, restart_s)
 
 
 def _background_slowdowns(records: Sequence[MetricRecord], usual_s: float) -> Iterator[tuple[str, float]]:
-    """For each save that a level stored in the background: how much longer the steps meanwhile were."""
+    """For each save that a tier stored in the background: how much longer the steps meanwhile were."""
     records = records[-_MAX_LINES:]
     steps = [
         (record.attempt, record.time, record.metric.step_time_s)
@@ -191,12 +191,12 @@ def _background_slowdowns(records: Sequence[MetricRecord], usual_s: float) -> It
             for attempt, step_end, step_s in steps
             if attempt == record.attempt and step_end > begin and step_end - step_s < end
         ]
-        yield stored.level, max(0.0, sum(shares))
+        yield stored.tier, max(0.0, sum(shares))
 
 
-def _level_timing(times: Mapping[tuple[str, str], list[float]], level: CheckpointLevel) -> LevelTiming:
-    stall, flush, lag = (times.get((level, name), []) for name in ("stall", "flush", "lag"))
-    return LevelTiming(
+def _tier_timing(times: Mapping[tuple[str, str], list[float]], tier: TierName) -> TierTiming:
+    stall, flush, lag = (times.get((tier, name), []) for name in ("stall", "flush", "lag"))
+    return TierTiming(
         _median_or_none(stall), _median_or_none(flush), _median_or_none(lag), max(len(stall), len(flush))
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from hpcrun.checkpoint.commit import locate_draft
-from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel, GenerationId, StoreResult
+from hpcrun.checkpoint.tier import TIER_NAMES, CheckpointId, StoreResult, TierName
 from hpcrun.checkpoint.worker_messages import PartSealed, RankNews, SaveFailed, SaveStalled, WorkerPong
 from hpcrun.errors import SiteError
 from hpcrun.runtime.control import Control
@@ -26,7 +26,7 @@ from hpcrun.runtime.pending_save import (
     PendingSaves,
     SaveProgressReporter,
     SaveReports,
-    target_levels,
+    target_tiers,
 )
 from hpcrun.runtime.resharding import structure_key
 from hpcrun.runtime.snapshot import CopyResult
@@ -41,11 +41,11 @@ _FLAGS = 8
 """The number of flags in a rank's bits; above them are those of `PendingSaves.missing_bits`."""
 _SLOT_POLL_S = 0.05
 _DEGRADE_S = 5.0
-"""For the worker to finish the level that it is at, when further ones are skipped."""
+"""For the worker to finish the tier that it is at, when further ones are skipped."""
 _WRITE_S = 60.0
 """For storage to take a save that memory does not have room for, where training must not wait."""
 _MAX_FRUITLESS_POLLS = 20
-"""Polls for a slot while no save is on its way to any level."""
+"""Polls for a slot while no save is on its way to any tier."""
 
 
 class AsyncCheckpointer:
@@ -99,9 +99,9 @@ class AsyncCheckpointer:
         if not isinstance(slot, int):
             return slot
         owner = (self._control.size, self._direct.attempt, self._direct.descent)
-        stamp = GenerationId(generation, step, position, *owner)
-        levels, size = self._levels(step, lasting=lasting), session.plan.whole_bytes
-        self._current = save = PendingSave(serial, stamp, slot, session.key, levels, size, at, 0.0)
+        stamp = CheckpointId(generation, step, position, *owner)
+        tiers, size = self._tiers(step, lasting=lasting), session.plan.whole_bytes
+        self._current = save = PendingSave(serial, stamp, slot, session.key, tiers, size, at, 0.0)
         self._saves.add(save)
         session.snapshot.start(slot, session.key, session.plan, entries)
         save.stall_s = time.monotonic() - begin
@@ -149,7 +149,7 @@ class AsyncCheckpointer:
             copied = session.snapshot.fence()
             if session.link is None:
                 return  # recorded when the worker was lost
-            session.link.filled(save.slot, save.key, save.stamp, list(save.levels))
+            session.link.filled(save.slot, save.key, save.stamp, list(save.tiers))
         except WorkerGoneError as error:
             self._disconnect_worker(str(error))
         except SiteError as error:
@@ -165,7 +165,7 @@ class AsyncCheckpointer:
             SaveMetric(
                 save.stamp.step,
                 seconds=save.stall_s + copied.wait_s,
-                level="memory",
+                tier="memory",
                 copy_s=copied.copy_s,
                 fence_wait_s=copied.wait_s,
                 size_bytes=save.size_bytes,
@@ -187,13 +187,11 @@ class AsyncCheckpointer:
         if not self._control.everywhere(lambda: self._await_durable(None if is_lost else save)):
             self._write(step, position, state)
 
-    def settle(self, *levels: CheckpointLevel) -> None:
-        """Wait until every save has an outcome at these levels; by default at all levels."""
+    def settle(self, *tiers: TierName) -> None:
+        """Wait until every save has an outcome at these tiers; by default at all tiers."""
         self.fence()
         for save in self._saves:
-            while (
-                set(save.pending_levels) & set(levels or CHECKPOINT_LEVELS) and self._session.link is not None
-            ):
+            while set(save.pending_tiers) & set(tiers or TIER_NAMES) and self._session.link is not None:
                 self._progress_reporter.report(save)
                 self._listen(_SLOT_POLL_S)
         self._meet(0)
@@ -218,9 +216,9 @@ class AsyncCheckpointer:
         self.reset_after_failure()
         self._home.close()
 
-    def _levels(self, step: int, *, lasting: bool) -> list[CheckpointLevel]:
-        levels = target_levels(self._spec, step, lasting=lasting, is_single=self._is_single)
-        return [level for level in levels if level in self._session.offered]
+    def _tiers(self, step: int, *, lasting: bool) -> list[TierName]:
+        tiers = target_tiers(self._spec, step, lasting=lasting, is_single=self._is_single)
+        return [tier for tier in tiers if tier in self._session.offered]
 
     def _prepare_worker(self, step: int, entries: dict[str, Tensor], *, may_wait: bool) -> bool:
         """Whether every rank has a worker with slots and a plan for this state."""
@@ -344,19 +342,19 @@ class AsyncCheckpointer:
             case PartSealed():
                 save.is_sealed = True
                 self._compare(save)
-            case SaveStalled(_, level, why, seconds):
+            case SaveStalled(_, tier, why, seconds):
                 save.waits_for = why
-                self._reports.stall(save.stamp.step, level, seconds, why)
-            case SaveFailed(_, level, why):
+                self._reports.stall(save.stamp.step, tier, seconds, why)
+            case SaveFailed(_, tier, why):
                 # All ranks of the node hear the same.
-                self._fail(save, level, why, is_reported=self._reports.is_speaker)
-            case StoreResult(_, level, seconds, size_bytes) if level not in save.outcomes:
-                save.outcomes[level] = None
+                self._fail(save, tier, why, is_reported=self._reports.is_speaker)
+            case StoreResult(_, tier, seconds, size_bytes) if tier not in save.outcomes:
+                save.outcomes[tier] = None
                 facts = dict(message.facts)
                 self._reports.record(
                     StoredMetric(
                         save.stamp.step,
-                        level,
+                        tier,
                         seconds=max(0.0, seconds),
                         size_bytes=size_bytes,
                         # The wall clock may have been set meanwhile.
@@ -372,30 +370,30 @@ class AsyncCheckpointer:
         if session.plan is not None and session.snapshot is not None and save.key == session.key:
             self._saves.compare(save, session.snapshot.content(save.slot, save.key, session.plan.pieces))
 
-    def _fail(self, save: PendingSave, level: str, why: str, *, is_reported: bool = True) -> None:
-        """Mark that a save does not reach a level; without memory it reaches none."""
-        if level in save.outcomes:
+    def _fail(self, save: PendingSave, tier: str, why: str, *, is_reported: bool = True) -> None:
+        """Mark that a save does not reach a tier; without memory it reaches none."""
+        if tier in save.outcomes:
             return
-        for missed in [level, *(save.pending_levels if level == "memory" else [])]:
+        for missed in [tier, *(save.pending_tiers if tier == "memory" else [])]:
             save.outcomes[missed] = why
         if is_reported:
-            self._reports.fail(save.stamp.step, level, why)
+            self._reports.fail(save.stamp.step, tier, why)
 
     def _disconnect_worker(self, why: str) -> None:
         """Hang up on a lost worker, and mark what it had not stored as failed."""
         self._session.disconnect()
         for save in self._saves:
-            for level in save.pending_levels if save.is_sealed else ["memory"]:
-                if level == "durable" and self._is_committed(save, QUICK_ANSWER_S):
-                    save.outcomes[level] = None  # the worker committed it and ended before it said so
+            for tier in save.pending_tiers if save.is_sealed else ["memory"]:
+                if tier == "durable" and self._is_committed(save, QUICK_ANSWER_S):
+                    save.outcomes[tier] = None  # the worker committed it and ended before it said so
                 else:
-                    self._fail(save, level, why)
+                    self._fail(save, tier, why)
 
     def _await_durable(self, save: PendingSave | None) -> bool:
         """Wait on rank 0 until a save has an outcome in the run directory; return whether it is there."""
         if save is None:
             return False
-        while "durable" in save.pending_levels and self._session.link is not None:
+        while "durable" in save.pending_tiers and self._session.link is not None:
             self._progress_reporter.report(save)
             self._listen(_SLOT_POLL_S)
         if save.outcomes.get("durable", "not asked for") is None:

@@ -124,7 +124,7 @@ class Checkpointer:
                 home = AgentWorker(os.environ)
             else:
                 home = OwnWorker(run.path, self._spec, self._control, attempt)
-                self._warn_of_missing_levels()
+                self._warn_of_missing_tiers()
             home.begin(self._control)
             self._async_checkpointer = AsyncCheckpointer(
                 self._spec, self._direct, self._control, home, self._record
@@ -316,16 +316,16 @@ class Checkpointer:
     def _own(self) -> str:
         return f"hpcrun.{self._control.rank}"
 
-    def _warn_of_missing_levels(self) -> None:
+    def _warn_of_missing_tiers(self) -> None:
         if self._control.rank == 0:
-            levels = [
+            tiers = [
                 "memory",
                 *(["local"] if self._spec.local else []),
                 "durable",
                 *(["object"] if self._spec.object else []),
             ]
             write_stderr_line(
-                f"saves go to {', '.join(levels)}; there is no parity on other nodes, and memory ends"
+                f"saves go to {', '.join(tiers)}; there is no parity on other nodes, and memory ends"
                 " with the ranks: a job of `hpcrun train` or `hpcrun submit` with checkpoint.memory has both"
             )
 
@@ -334,5 +334,5 @@ class Checkpointer:
             self._on_record(metric_as_json(metric))
         if isinstance(metric, SaveFailedMetric | SaveSkippedMetric | SaveUnchangedMetric):
             outcome = metric_kind(metric).removeprefix("save_")
-            level = f" ({metric.level})" if isinstance(metric, SaveFailedMetric) else ""
-            write_stderr_line(f"the save of step {metric.step} is {outcome}{level}: {metric.why}")
+            tier = f" ({metric.tier})" if isinstance(metric, SaveFailedMetric) else ""
+            write_stderr_line(f"the save of step {metric.step} is {outcome}{tier}: {metric.why}")

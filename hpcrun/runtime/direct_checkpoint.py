@@ -37,9 +37,9 @@ from hpcrun.checkpoint.format import (
     render_tensors,
 )
 from hpcrun.checkpoint.generation import GenerationReader, read_part_tail
-from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.os_errors import explain_os_error
 from hpcrun.checkpoint.restore.inventory import gc_paused
+from hpcrun.checkpoint.tier import CheckpointId
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.mounts import find_mount
 from hpcrun.runtime.control import Control
@@ -286,7 +286,7 @@ class DirectCheckpointer:
             self.is_partly_filled = True
             return self._attempt(saved, lambda: fill_from_chunks(*ready)) or ready[1]
 
-    def _finish_restore(self, origin: SavedCheckpoint | GenerationId, filled: dict[str, Tensor]) -> None:
+    def _finish_restore(self, origin: SavedCheckpoint | CheckpointId, filled: dict[str, Tensor]) -> None:
         self.descent = descent_after(origin, self.attempt)
         if (random_state := filled.get(f"rng.{self._control.rank}")) is not None:
             set_rng_state(random_state)
@@ -331,7 +331,7 @@ class DirectCheckpointer:
     def load_from(
         self,
         source: ChunkSource,
-        stamp: GenerationId,
+        stamp: CheckpointId,
         state: dict[str, Tensor],
         expected: dict[str, tuple[int, ...]],
         fit: EntrySelector | None = None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcrun.checkpoint.commit import locate_draft
-from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId
+from hpcrun.checkpoint.tier import CheckpointId, TierName
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.storage_wait import BackgroundPoll
 from hpcrun.specs.checkpoint import CheckpointSpec
@@ -34,11 +34,11 @@ class PendingSave:
     """A save that was begun, as this rank sees it."""
 
     serial: int
-    stamp: GenerationId
+    stamp: CheckpointId
     slot: int
     key: int
     """The plan by which its slot was filled."""
-    levels: list[CheckpointLevel]
+    tiers: list[TierName]
     size_bytes: int
     begun: float
     stall_s: float
@@ -47,14 +47,14 @@ class PendingSave:
     is_new: bool = True
     """False once its bytes are known to equal those of the save before."""
     outcomes: dict[str, str | None] = field(default_factory=dict)
-    """By level: None where it is stored, else why not."""
+    """By tier: None where it is stored, else why not."""
     waits_for: str = ""
     """What its worker has been waiting for, if for long."""
 
     @property
-    def pending_levels(self) -> list[CheckpointLevel]:
-        """The levels without an outcome yet."""
-        return [level for level in self.levels if level not in self.outcomes]
+    def pending_tiers(self) -> list[TierName]:
+        """The tiers without an outcome yet."""
+        return [tier for tier in self.tiers if tier not in self.outcomes]
 
 
 class PendingSaves:
@@ -91,13 +91,13 @@ class PendingSaves:
 
     @property
     def oldest_unfinished(self) -> PendingSave | None:
-        """The oldest save that has a level without an outcome."""
-        return next((save for save in self if save.pending_levels), None)
+        """The oldest save that has a tier without an outcome."""
+        return next((save for save in self if save.pending_tiers), None)
 
     @property
     def waits_for(self) -> str:
         """What the oldest save that is held up waits for; empty if none is."""
-        return next((save.waits_for for save in self if save.pending_levels and save.waits_for), "")
+        return next((save.waits_for for save in self if save.pending_tiers and save.waits_for), "")
 
     def find(self, generation: str | None) -> PendingSave | None:
         """Return the save of a generation."""
@@ -136,23 +136,21 @@ class PendingSaves:
         return range(max(1, self.serial - SAVE_WINDOW + 1), self.serial + 1)
 
 
-def target_levels(
-    spec: CheckpointSpec, step: int, *, lasting: bool, is_single: bool
-) -> list[CheckpointLevel]:
-    """Return the levels for the save of a step; `is_single`: memory has room for one state only."""
-    levels = list[CheckpointLevel]()
+def target_tiers(spec: CheckpointSpec, step: int, *, lasting: bool, is_single: bool) -> list[TierName]:
+    """Return the tiers for the save of a step; `is_single`: memory has room for one state only."""
+    tiers = list[TierName]()
     durable = lasting or not spec.durable.every or step % spec.durable.every == 0
     durable |= is_single and spec.local is None
     if spec.local is not None:
-        levels.append("local")
+        tiers.append("local")
     if spec.parity.scheme != "none":
-        levels.append("parity")
+        tiers.append("parity")
     if durable:
-        levels.append("durable")
+        tiers.append("durable")
     copied = spec.object is not None and (not spec.object.every or step % spec.object.every == 0)
     if durable and copied:
-        levels.append("object")
-    return levels
+        tiers.append("object")
+    return tiers
 
 
 class SaveProgressReporter:
@@ -172,9 +170,9 @@ class SaveProgressReporter:
         self._record(
             FlushMetric(
                 save.stamp.step,
-                tuple(save.pending_levels),
+                tuple(save.pending_tiers),
                 save.size_bytes,
-                done_bytes=self._bytes.latest(save) if "durable" in save.pending_levels else None,
+                done_bytes=self._bytes.latest(save) if "durable" in save.pending_tiers else None,
                 seconds=now - save.begun,
             )
         )
@@ -215,13 +213,13 @@ class SaveReports:
         if self._control.rank == 0:
             self._write(metric)
 
-    def fail(self, step: int, level: str, why: str) -> None:
-        """Report that a save does not reach a level."""
-        self._report(SaveFailedMetric(step, level, self._place + why))
+    def fail(self, step: int, tier: str, why: str) -> None:
+        """Report that a save does not reach a tier."""
+        self._report(SaveFailedMetric(step, tier, self._place + why))
 
-    def stall(self, step: int, level: str, seconds: float, why: str) -> None:
+    def stall(self, step: int, tier: str, seconds: float, why: str) -> None:
         """Report that a save has waited for long."""
-        self._report(SaveStalledMetric(step, level, seconds, self._place + why))
+        self._report(SaveStalledMetric(step, tier, seconds, self._place + why))
 
     def exchange(self) -> None:
         """Bring all unreported facts to rank 0; every rank calls it."""
@@ -247,8 +245,8 @@ class SaveReports:
             self._unreported.append(metric)
 
     def _record_once(self, metric: SaveFailedMetric | SaveStalledMetric) -> None:
-        """Record on rank 0, failures once for a save and a level, which many ranks may have seen."""
-        failure = (metric.step, metric.level)
+        """Record on rank 0, failures once for a save and a tier, which many ranks may have seen."""
+        failure = (metric.step, metric.tier)
         is_failure = isinstance(metric, SaveFailedMetric)
         if self._control.rank == 0 and not (is_failure and failure in self._reported):
             self._reported.update([failure] if is_failure else [])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from hpcrun.checkpoint import worker_messages as wire
-from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId
+from hpcrun.checkpoint.tier import CheckpointId, TierName
 from hpcrun.errors import SiteError
 from hpcrun.messages.lines import MessageStream, VersionMismatchError, connect_unix_socket
 from hpcrun.messages.listeners import peer_user
@@ -67,11 +67,11 @@ class RankWorkerClient:
 
     def reserve(
         self, size_bytes: int, slots: int, local_ranks: list[int]
-    ) -> tuple[list[Path], list[CheckpointLevel]]:
-        """Memory for parts of this size, and the levels below it; SiteError where the node has no memory."""
+    ) -> tuple[list[Path], list[TierName]]:
+        """Memory for parts of this size, and the tiers below it; SiteError where the node has no memory."""
         answer = self._ask(wire.ReserveSlots(self._rank, size_bytes, slots, tuple(local_ranks)), _RESERVE_S)
         reserved = _expect(wire.SlotsReserved, answer, "no memory for saves on this node")
-        return [Path(path) for path in reserved.slots], list(reserved.levels)
+        return [Path(path) for path in reserved.slots], list(reserved.tiers)
 
     def plan(self, key: int, pieces: Sequence[Any], file: int, start: int) -> None:
         """Tell what a filled slot will hold, and where that belongs in the run directory."""
@@ -85,11 +85,11 @@ class RankWorkerClient:
             return answer.why
         return _expect(wire.SlotClaimed, answer, "the checkpoint worker gives no slot").slot
 
-    def filled(self, slot: int, key: int, stamp: GenerationId, levels: list[CheckpointLevel]) -> None:
+    def filled(self, slot: int, key: int, stamp: CheckpointId, tiers: list[TierName]) -> None:
         """A slot holds all bytes of this rank's part of a generation."""
-        self._send(wire.SlotFilled(self._rank, slot, key, stamp, tuple(levels)))
+        self._send(wire.SlotFilled(self._rank, slot, key, stamp, tuple(tiers)))
 
-    def lost(self, stamp: GenerationId, why: str) -> None:
+    def lost(self, stamp: CheckpointId, why: str) -> None:
         """A slot that was claimed will not be filled, and this rank has no part of that generation."""
         self._send(wire.SlotLost(self._rank, stamp, why))
 

@@ -94,7 +94,7 @@ class OwnWorker:
             self.close()
             raise
         mine = [
-            f"on node {control.node} saves will fail: {level}: {why}" for level, why in self._problems.items()
+            f"on node {control.node} saves will fail: {tier}: {why}" for tier, why in self._problems.items()
         ]
         problems = control.allgather(mine)
         if control.rank == 0:
@@ -106,7 +106,7 @@ class OwnWorker:
             self.socket()
 
     def _try(self) -> None:
-        """Hear whether the worker can write to each level."""
+        """Hear whether the worker can write to each tier."""
         if not self._is_node_leader:
             return
         if not self._proved.wait(_READY_S):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hpcrun.checkpoint.levels import CheckpointLevel
+from hpcrun.checkpoint.tier import TierName
 from hpcrun.messages.lines import VersionMismatchError
 from hpcrun.runtime.control import Control
 from hpcrun.runtime.resharding import WritePlan, plan_write
@@ -29,8 +29,8 @@ class WorkerSession:
         self.plan: WritePlan | None = None
         self.key = 0
         """The worker's number for the plan."""
-        self.offered: list[CheckpointLevel] = []
-        """The levels that the worker offers."""
+        self.offered: list[TierName] = []
+        """The tiers that the worker offers."""
         self.node = ""
         self._is_planned = False
 

@@ -16,7 +16,7 @@ from hpcrun.units import format_bytes, format_duration
 
 Texts = tuple[str, ...]
 
-_QUIET_LEVELS = ("memory", "local", "parity")
+_QUIET_TIERS = ("memory", "local", "parity")
 """Reached many times an hour; worth a line only where it fails."""
 
 
@@ -158,7 +158,7 @@ class SaveMetric(Metric):
     """Training waited for a save: into the run directory, or for a copy in memory."""
 
     seconds: Seconds
-    level: str = "durable"
+    tier: str = "durable"
     copy_s: Seconds | None = None
     """Of a copy in memory: how long copying took, most of it during the next step."""
     fence_wait_s: Seconds = 0.0
@@ -173,7 +173,7 @@ class SaveMetric(Metric):
     @property
     def is_durable_save(self) -> bool:
         """A copy in memory is not."""
-        return self.level == "durable"
+        return self.tier == "durable"
 
     def __str__(self) -> str:
         """Only of a save into the run directory."""
@@ -182,58 +182,58 @@ class SaveMetric(Metric):
 
 @dataclass(frozen=True)
 class StoredMetric(Metric):
-    """A level has got a save in the background."""
+    """A tier has got a save in the background."""
 
-    level: str
+    tier: str
     seconds: Seconds
-    """How long the level took."""
+    """How long the tier took."""
     size_bytes: Count
     """Of the save, as the node of rank 0 has it."""
     lag_s: Seconds
-    """From the save until the level had it."""
+    """From the save until the tier had it."""
     stored_bytes: Count | None = None
     """What it takes there, where that is another number."""
     rested_s: Seconds = 0.0
     """The part of `lag_s` in which the worker rested, so as not to disturb training."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What else the level says of it."""
+    """What else the tier says of it."""
 
     @property
     def is_durable_save(self) -> bool:
-        """Whether this level is the run directory."""
-        return self.level == "durable"
+        """Whether this tier is the run directory."""
+        return self.tier == "durable"
 
     def __str__(self) -> str:
-        """Only of levels that last."""
-        if self.level in _QUIET_LEVELS:
+        """Only of tiers that last."""
+        if self.tier in _QUIET_TIERS:
             return ""
-        level = "" if self.is_durable_save else f" ({self.level})"
-        return f"step {self.step}: saved{level} after {self.lag_s:.1f} s beside training"
+        tier = "" if self.is_durable_save else f" ({self.tier})"
+        return f"step {self.step}: saved{tier} after {self.lag_s:.1f} s beside training"
 
 
 @dataclass(frozen=True)
 class SaveFailedMetric(Metric):
-    """A level does not get a save."""
+    """A tier does not get a save."""
 
-    level: str
+    tier: str
     why: str
 
     def __str__(self) -> str:
-        """Which level, and why."""
-        return f"step {self.step}: {self.level} save failed: {self.why}"
+        """Which tier, and why."""
+        return f"step {self.step}: {self.tier} save failed: {self.why}"
 
 
 @dataclass(frozen=True)
 class SaveStalledMetric(Metric):
     """A save has waited for so long for something."""
 
-    level: str
+    tier: str
     seconds: Seconds
     why: str
 
     def __str__(self) -> str:
-        """Which level, and for what."""
-        return f"step {self.step}: is held up ({self.level}): {self.why}"
+        """Which tier, and for what."""
+        return f"step {self.step}: is held up ({self.tier}): {self.why}"
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ class SaveIntervalMetric(Metric):
 class FlushMetric(Metric):
     """How far a save has come that is waited for."""
 
-    levels: Texts
+    tiers: Texts
     """Where it is still to go."""
     size_bytes: Count
     done_bytes: Count | None
@@ -286,15 +286,15 @@ class FlushMetric(Metric):
 
     def __str__(self) -> str:
         """How much is written, and where it goes."""
-        levels, size = ", ".join(self.levels), self.size_bytes
+        tiers, size = ", ".join(self.tiers), self.size_bytes
         if not size:
-            text = f"on its way to {levels}"
+            text = f"on its way to {tiers}"
         elif self.done_bytes is None:
-            text = f"{format_bytes(size)} on their way to {levels}"
+            text = f"{format_bytes(size)} on their way to {tiers}"
         else:
             share = min(1.0, self.done_bytes / size)
             text = (
-                f"{format_bytes(self.done_bytes)} of {format_bytes(size)} written ({share:.0%}), to {levels}"
+                f"{format_bytes(self.done_bytes)} of {format_bytes(size)} written ({share:.0%}), to {tiers}"
             )
         return f"step {self.step}: {text} after {self.seconds:.1f} s"
 

@@ -46,7 +46,7 @@ class SavedCheckpoint:
     """The identity of the run that saved it; saves of older layouts have none, and are not gone on from."""
     descent: str = ""
     """Of what earlier saves of that run it came; see `hpcrun.specs.descent`."""
-    level: str = "durable"
+    tier: str = "durable"
     written: float | None = None
     manifest_bytes: int = 0
     manifest_hash: str = ""
@@ -160,7 +160,7 @@ def render_commit_record(saved: SavedCheckpoint) -> str:
     record = {
         "format_version": SAVE_FORMAT_VERSION,
         "generation": saved.generation,
-        "level": saved.level,
+        "level": saved.tier,
         "step": saved.step,
         "position": saved.position,
         "world_size": saved.world_size,
@@ -200,6 +200,7 @@ def parse_commit_record(path: Path, text: str) -> SavedCheckpoint | UnreadableCh
             file_bytes=tuple(record.pop("files")),
             manifest_bytes=manifest_bytes,
             manifest_hash=manifest_hash,
+            tier=record.pop("level"),
             **record,
         )
     except (ValueError, KeyError, TypeError, AttributeError):

@@ -1,4 +1,4 @@
-"""What a save costs at each level: given, measured in earlier runs, by the profile, or not known."""
+"""What a save costs at each tier: given, measured in earlier runs, by the profile, or not known."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel
 from hpcrun.checkpoint.policy.failure_rates import FAILURE_KINDS, FailureKind
-from hpcrun.checkpoint.policy.interval import LevelGroup, LevelSaveCost
+from hpcrun.checkpoint.policy.interval import SaveGroup, TierSaveCost
 from hpcrun.checkpoint.policy.size import SaveSizes, SourcedValue
+from hpcrun.checkpoint.tier import TIER_NAMES, TierName
 from hpcrun.errors import UsageError
 from hpcrun.local_identity import expand_path
-from hpcrun.runs.history import LevelTiming, MeasuredCosts
+from hpcrun.runs.history import MeasuredCosts, TierTiming
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.cluster import ClusterSpec
 from hpcrun.specs.run_lookup import runs_root
 from hpcrun.units import format_bandwidth, parse_time
 
 _OTHER_COSTS = ("stall", "step", "restart")
-COST_NAMES = (*_OTHER_COSTS, *(level for level in CHECKPOINT_LEVELS if level != "memory"), *FAILURE_KINDS)
-"""What can be given: how long training waits, a step, a restart, each level take; times between failures."""
+COST_NAMES = (*_OTHER_COSTS, *(tier for tier in TIER_NAMES if tier != "memory"), *FAILURE_KINDS)
+"""What can be given: how long training waits, a step, a restart, each tier take; times between failures."""
 _GIVEN_SOURCE = "as given"
 
 
 @dataclass(frozen=True)
-class LevelCost:
-    """One level of a job, with what a save takes there, in seconds."""
+class TierCost:
+    """One tier of a job, with what a save takes there, in seconds."""
 
-    level: CheckpointLevel
+    tier: TierName
     every: int
     """Steps between its saves, as the job has it; 0: none but at a signal and at the end."""
     stall: SourcedValue
@@ -39,15 +39,15 @@ class LevelCost:
 class CheckpointCosts:
     """The costs of saves, as far as they are known."""
 
-    levels: tuple[LevelCost, ...]
+    tiers: tuple[TierCost, ...]
     step: SourcedValue
     restart: SourcedValue
 
     @property
     def missing(self) -> list[str]:
         """What would have to be known to say how often to save."""
-        missing = [f"the stall of {cost.level}" for cost in self.levels if cost.stall.value is None]
-        return missing + [f"the flush of {cost.level}" for cost in self.levels if cost.flush.value is None]
+        missing = [f"the stall of {cost.tier}" for cost in self.tiers if cost.stall.value is None]
+        return missing + [f"the flush of {cost.tier}" for cost in self.tiers if cost.flush.value is None]
 
 
 def parse_assumed_costs(words: Sequence[str]) -> dict[str, float]:
@@ -74,11 +74,11 @@ def assumed_failure_rates(assumed: Mapping[str, float]) -> dict[FailureKind, flo
     return {kind: 1.0 / assumed[kind] for kind in get_args(FailureKind) if kind in assumed}
 
 
-def level_intervals(checkpoint: CheckpointSpec, nodes: int) -> dict[CheckpointLevel, int]:
-    """The levels that a job uses, and after how many steps each gets a save."""
+def tier_intervals(checkpoint: CheckpointSpec, nodes: int) -> dict[TierName, int]:
+    """The tiers that a job uses, and after how many steps each gets a save."""
     every = checkpoint.every_steps
     durable = checkpoint.durable.every or every
-    intervals: dict[CheckpointLevel, int] = {}
+    intervals: dict[TierName, int] = {}
     if checkpoint.memory:
         intervals["memory"] = every
         if checkpoint.local is not None:
@@ -104,17 +104,17 @@ class CostSources:
 
     def costs(self) -> CheckpointCosts:
         """The best that is known of each."""
-        levels = list[LevelCost]()
-        for level, every in level_intervals(self.checkpoint, self.nodes).items():
-            waits = not levels or level == "memory"
-            stall = self._stall(level) if waits else self._disturbance(level)
-            levels.append(LevelCost(level, every, stall, self._flush(level)))
+        tiers = list[TierCost]()
+        for tier, every in tier_intervals(self.checkpoint, self.nodes).items():
+            waits = not tiers or tier == "memory"
+            stall = self._stall(tier) if waits else self._disturbance(tier)
+            tiers.append(TierCost(tier, every, stall, self._flush(tier)))
         measured, source = self.measured, self._source
         step = _best_known(self.assumed.get("step"), measured.step_s, source, "no earlier run of this job")
         restart = _best_known(
             self.assumed.get("restart"), measured.restart_s, source, "no earlier run had to; taken as none"
         )
-        return CheckpointCosts(tuple(levels), step, restart)
+        return CheckpointCosts(tuple(tiers), step, restart)
 
     @property
     def _source(self) -> str:
@@ -123,36 +123,36 @@ class CostSources:
             return "no earlier run of this job with this model and layout"
         return f"median in {runs[0]}{f' and {len(runs) - 1} more' if len(runs) > 1 else ''}"
 
-    def _stall(self, level: CheckpointLevel) -> SourcedValue:
-        timing, runs = self.measured.levels.get(level, LevelTiming()), self.measured.runs
+    def _stall(self, tier: TierName) -> SourcedValue:
+        timing, runs = self.measured.tiers.get(tier, TierTiming()), self.measured.runs
         if "stall" in self.assumed:
             return SourcedValue(self.assumed["stall"], _GIVEN_SOURCE)
         if timing.stall_s is None and runs:
             return SourcedValue(None, f"{runs[0]} has no save of this kind")
         return SourcedValue(timing.stall_s, self._source)
 
-    def _disturbance(self, level: CheckpointLevel) -> SourcedValue:
-        """What a level in the background costs training."""
-        longer = self.measured.levels.get(level, LevelTiming()).stall_s
-        if longer is None or self.measured.levels[level].flush_s is None:
+    def _disturbance(self, tier: TierName) -> SourcedValue:
+        """What a tier in the background costs training."""
+        longer = self.measured.tiers.get(tier, TierTiming()).stall_s
+        if longer is None or self.measured.tiers[tier].flush_s is None:
             return SourcedValue(
                 0.0, "in the background; its cost to training was not measured: taken as none"
             )
         return SourcedValue(longer, f"in the background; steps during it are longer by this, {self._source}")
 
-    def _flush(self, level: CheckpointLevel) -> SourcedValue:
-        timing = self.measured.levels.get(level, LevelTiming())
-        if level == "memory":
+    def _flush(self, tier: TierName) -> SourcedValue:
+        timing = self.measured.tiers.get(tier, TierTiming())
+        if tier == "memory":
             return SourcedValue(0.0, "the time to seal it is not recorded: taken as none")
-        if level == "durable" and not self.checkpoint.memory:
+        if tier == "durable" and not self.checkpoint.memory:
             return SourcedValue(0.0, "training waits until it is stored")
-        if level in self.assumed:
-            return SourcedValue(self.assumed[level], _GIVEN_SOURCE)
+        if tier in self.assumed:
+            return SourcedValue(self.assumed[tier], _GIVEN_SOURCE)
         if timing.flush_s is not None:
             return SourcedValue(timing.flush_s, self._source)
-        if level == "durable" and timing.stall_s is not None:
+        if tier == "durable" and timing.stall_s is not None:
             return SourcedValue(timing.stall_s, f"{self._source}, of saves that ranks wrote themselves")
-        declared = _cost_from_profile(level, self.cluster, self.sizes)
+        declared = _cost_from_profile(tier, self.cluster, self.sizes)
         return declared or SourcedValue(None, f"{self._source}, and the profile declares no bandwidth for it")
 
 
@@ -162,18 +162,16 @@ def _best_known(given: float | None, measured: float | None, source: str, otherw
     return SourcedValue(measured, source if measured is not None else otherwise)
 
 
-def _cost_from_profile(
-    level: CheckpointLevel, cluster: ClusterSpec | None, sizes: SaveSizes
-) -> SourcedValue | None:
+def _cost_from_profile(tier: TierName, cluster: ClusterSpec | None, sizes: SaveSizes) -> SourcedValue | None:
     """Estimate a cost by the bandwidths of the profile: a lower bound, because other jobs are ignored."""
     if cluster is None or sizes.node.value is None or sizes.whole.value is None:
         return None
-    if level == "parity" and cluster.topology.levels:
+    if tier == "parity" and cluster.topology.levels:
         first = cluster.topology.levels[0]
         bandwidth = format_bandwidth(first.bandwidth_GBps * 1e9)
         source = f"at best: profile {cluster.name}, {bandwidth} of a node to its {first.name}"
         return SourcedValue(sizes.node.value / (first.bandwidth_GBps * 1e9), source)
-    if level != "durable":
+    if tier != "durable":
         return None
     root = str(runs_root().absolute())
     paths = {name: expand_path(system.path) for name, system in cluster.file_systems.items()}
@@ -190,16 +188,16 @@ def _cost_from_profile(
     return SourcedValue(max(by_node, by_all), f"at best: profile {cluster.name}, file_systems.{name}")
 
 
-def group_levels(costs: CheckpointCosts) -> list[LevelGroup]:
-    """Levels that are taken together; memory and what goes along with every save are one."""
+def group_tiers(costs: CheckpointCosts) -> list[SaveGroup]:
+    """Tiers that are taken together; memory and what goes along with every save are one."""
     restart = costs.restart.value or 0.0
-    near, tiers = list[LevelSaveCost](), list[LevelGroup]()
-    for level_cost in costs.levels:
-        cost = LevelSaveCost(
-            level_cost.level, level_cost.stall.value or 0.0, level_cost.flush.value or 0.0, restart
+    near, groups = list[TierSaveCost](), list[SaveGroup]()
+    for tier_cost in costs.tiers:
+        cost = TierSaveCost(
+            tier_cost.tier, tier_cost.stall.value or 0.0, tier_cost.flush.value or 0.0, restart
         )
-        if level_cost.level in ("memory", "local", "parity"):
+        if tier_cost.tier in ("memory", "local", "parity"):
             near.append(cost)
         else:
-            tiers.append(LevelGroup((cost,)))
-    return [LevelGroup(tuple(near)), *tiers] if near else tiers
+            groups.append(SaveGroup((cost,)))
+    return [SaveGroup(tuple(near)), *groups] if near else groups

@@ -18,7 +18,7 @@ from hpcrun.checkpoint.policy.failure_rates import (
 from hpcrun.checkpoint.policy.interval import (
     DEFAULT_OVERHEAD_BOUND,
     IntervalAdvice,
-    LevelGroup,
+    SaveGroup,
     expected_waste,
     recommend_intervals,
 )
@@ -42,7 +42,7 @@ from hpcrun.submission.checkpoint_cost import (
     CheckpointCosts,
     CostSources,
     assumed_failure_rates,
-    group_levels,
+    group_tiers,
 )
 from hpcrun.submission.placement_preview import NetworkState, preview_placement
 from hpcrun.units import format_duration, parse_time
@@ -79,7 +79,7 @@ class CheckpointPlan:
     storage: StoragePlan | None
     """The check of the directory for runs; None if the size of a save is not known."""
     objects: ObjectStoreUse | None
-    tiers: tuple[LevelGroup, ...]
+    groups: tuple[SaveGroup, ...]
     advice: IntervalAdvice | None
     """None where something that it needs is not known."""
     checked: AdviceCheck | None = None
@@ -106,24 +106,24 @@ class CheckpointPlan:
         every = [max(1, round(interval.every_s / unit)) for interval in self.advice.intervals]
         keys = {"checkpoint.every": every[0]}
         for interval, count in zip(self.advice.intervals[1:], every[1:], strict=True):
-            keys[f"checkpoint.{interval.tier.costs[0].level}.every"] = count
+            keys[f"checkpoint.{interval.group.costs[0].tier}.every"] = count
         return keys
 
     @property
     def configured_overhead(self) -> float | None:
         """The share of time that the intervals in the job file are expected to cost; None: not known."""
-        step, every = self.costs.step.value, [cost.every for cost in self.costs.levels]
+        step, every = self.costs.step.value, [cost.every for cost in self.costs.tiers]
         if step is None or not all(every) or self.advice is None:
             return None
-        by_level = {cost.level: cost.every * step for cost in self.costs.levels}
+        by_tier = {cost.tier: cost.every * step for cost in self.costs.tiers}
         return expected_waste(
-            self.tiers, [by_level[tier.costs[0].level] for tier in self.tiers], self.known_rates
+            self.groups, [by_tier[group.costs[0].tier] for group in self.groups], self.known_rates
         )
 
     @property
     def lead_s(self) -> float | None:
         """How long before the end of the allocation the last save is started; None if not known."""
-        costs = [cost for cost in self.costs.levels if cost.level != "object"]
+        costs = [cost for cost in self.costs.tiers if cost.tier != "object"]
         if any(cost.flush.value is None or cost.stall.value is None for cost in costs):
             return None
         total = math.fsum((cost.flush.value or 0.0) + (cost.stall.value or 0.0) for cost in costs)
@@ -148,7 +148,7 @@ class CheckpointPlan:
         return {
             "sizes": asdict(self.sizes),
             "memory": asdict(self.room) | {"left": self.room.left},
-            "levels": [asdict(cost) for cost in self.costs.levels],
+            "tiers": [asdict(cost) for cost in self.costs.tiers],
             "step": asdict(self.costs.step),
             "restart": asdict(self.costs.restart),
             "rates": [rate.as_json() for rate in self.rates],
@@ -167,7 +167,7 @@ class CheckpointPlan:
     def _advice_json(self, advice: IntervalAdvice) -> dict[str, Any]:
         intervals = [
             {
-                "levels": [cost.level for cost in interval.tier.costs],
+                "tiers": [cost.tier for cost in interval.group.costs],
                 "every_s": interval.every_s,
                 "times": interval.times,
                 "reasons": list(interval.reasons),
@@ -206,14 +206,14 @@ def plan_checkpoints(
     costs = sources.costs()
     past = count_run_failures(runs, cluster.name if cluster else None)
     rates = tuple(estimate_failure_rates(past, nodes, assumed_failure_rates(wish.assumed)))
-    tiers = tuple(group_levels(costs))
+    groups = tuple(group_tiers(costs))
     rate_of = {rate.kind: rate.per_s for rate in rates if rate.per_s is not None}
     advice, checked = None, None
     if not costs.missing:
         backlog = spec.checkpoint.on_backlog
         how: dict[str, Any] = {"slots": max(1, spec.checkpoint.memory), "on_backlog": backlog}
-        advice = recommend_intervals(tiers, rate_of, bound=wish.bound, step_s=costs.step.value, **how)
-        checked = check_advice(tiers, advice, rate_of, **how) if wish.is_checked else None
+        advice = recommend_intervals(groups, rate_of, bound=wish.bound, step_s=costs.step.value, **how)
+        checked = check_advice(groups, advice, rate_of, **how) if wish.is_checked else None
     elif wish.is_checked:
         notes.append("nothing to check: there is no advice")
     return CheckpointPlan(
@@ -227,7 +227,7 @@ def plan_checkpoints(
         max_kept_saves(spec),
         plan_save_storage(spec, sizes, runs_root().absolute()),
         _object_store_use(spec, sizes),
-        tiers,
+        groups,
         advice,
         checked,
         (*notes, *_find_warnings(spec, costs)),
@@ -290,7 +290,7 @@ def _find_warnings(spec: JobSpec, costs: CheckpointCosts) -> list[str]:
     """What in the job does not go together with what saves take."""
     warnings = []
     limit, step = spec.checkpoint.max_durable_age, costs.step.value
-    durable = next(cost for cost in costs.levels if cost.level == "durable")
+    durable = next(cost for cost in costs.tiers if cost.tier == "durable")
     if limit is not None and step is not None and durable.every:
         longest = durable.every * step + (durable.flush.value or 0.0)
         if longest > parse_time(limit).seconds:

@@ -47,10 +47,10 @@ def _format_contents(plan: CheckpointPlan) -> list[str]:
 
 def _format_costs(plan: CheckpointPlan) -> list[str]:
     otherwise = AUTO_DESCRIPTION if plan.spec.checkpoint.every == "auto" else "at a signal and at the end"
-    lines = ["levels"]
-    for cost in plan.costs.levels:
+    lines = ["tiers"]
+    for cost in plan.costs.tiers:
         every = f"every {cost.every} steps" if cost.every else otherwise
-        lines.append(f"  {cost.level}: {every}")
+        lines.append(f"  {cost.tier}: {every}")
         lines += [
             _format_time_line("training waits", cost.stall),
             _format_time_line("flushed in", cost.flush),
@@ -91,7 +91,7 @@ def _format_advice(plan: CheckpointPlan) -> list[str]:
         ]
     lines = ["how often"]
     for interval in advice.intervals:
-        lines.append(f"  {interval.tier.name}: every {format_duration(interval.every_s)}")
+        lines.append(f"  {interval.group.name}: every {format_duration(interval.every_s)}")
         lines += [f"    {reason}" for reason in interval.reasons]
     lines += [f"  {key}={value}" for key, value in plan.steps.items()]
     if not plan.steps:

@@ -131,33 +131,33 @@ def _save_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     told = {
-        "saves": "Saves that a level has got",
-        "failures": "Saves that a level has not got",
-        "stall_s": "Time that training has waited for saves of a level",
-        "flush_s": "Time that a level has taken to store saves, beside training",
-        "size_bytes": "Bytes that a level has got, of the node of rank 0",
+        "saves": "Saves that a tier has got",
+        "failures": "Saves that a tier has not got",
+        "stall_s": "Time that training has waited for saves of a tier",
+        "flush_s": "Time that a tier has taken to store saves, beside training",
+        "size_bytes": "Bytes that a tier has got, of the node of rank 0",
     }
     names = {"stall_s": "stall_seconds", "flush_s": "flush_seconds", "size_bytes": "bytes"}
-    labels = ["run", "level"]
+    labels = ["run", "tier"]
     counters = {
         name: CounterMetricFamily(f"hpcrun_checkpoint_{names.get(name, name)}", text, labels=labels)
         for name, text in told.items()
     }
-    text = "From the newest save until a level had it"
+    text = "From the newest save until a tier had it"
     lag = GaugeMetricFamily("hpcrun_checkpoint_lag_seconds", text, labels=labels)
-    text = "Bytes that the newest save took at a level, to bytes of the state"
+    text = "Bytes that the newest save took at a tier, to bytes of the state"
     ratio = GaugeMetricFamily("hpcrun_checkpoint_bytes_ratio", text, labels=labels)
     text = "For how long nothing new has become durable, while the run goes on"
     undurable = GaugeMetricFamily("hpcrun_checkpoint_durable_age_seconds", text, labels=["run"])
     for one in runs:
-        for level, sums in one.tally.saves.levels.items():
+        for tier, sums in one.tally.saves.tiers.items():
             for name, counter in counters.items():
-                counter.add_metric([one.run, level], getattr(sums, name))
+                counter.add_metric([one.run, tier], getattr(sums, name))
             if sums.lag_s is not None:
-                lag.add_metric([one.run, level], sums.lag_s)
+                lag.add_metric([one.run, tier], sums.lag_s)
             if sums.ratio is not None:
-                ratio.add_metric([one.run, level], sums.ratio)
-        since = one.tally.saves.undurable_since
+                ratio.add_metric([one.run, tier], sums.ratio)
+        since = one.tally.saves.durable_since
         if one.now is not None and since is not None:
             undurable.add_metric([one.run], max(0.0, one.now - since))
     yield from (*counters.values(), lag, ratio, undurable)

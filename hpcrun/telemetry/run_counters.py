@@ -45,7 +45,7 @@ class RunCounters(TimeAccount):
     saved_at: float | None = None
     excluded: int = 0
     saves: CheckpointStats = field(default_factory=CheckpointStats)
-    """By level."""
+    """By tier."""
 
     @property
     def productive_s(self) -> float:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS
+from hpcrun.checkpoint.tier import TIER_NAMES
 from hpcrun.errors import HpcrunError
 from hpcrun.local_identity import expand_path
 from hpcrun.runs.timeline import is_valid_count
@@ -25,7 +25,7 @@ from hpcrun.telemetry.sidecar import load_sidecar_state, print_to_console
 
 _PIECE_BYTES = 4 << 20
 _GIB = 2**30
-_PLOTTED_KINDS = ("step", "eval", "save", *(f"stored {level}" for level in CHECKPOINT_LEVELS))
+_PLOTTED_KINDS = ("step", "eval", "save", *(f"stored {tier}" for tier in TIER_NAMES))
 _WANDB_HOST = "api.wandb.ai"
 
 
@@ -53,8 +53,8 @@ def metric_scalars(metric: Metric, ranks: int) -> dict[str, float]:
             figures = {"time_metrics/checkpoint(s)": seconds}
         case StoredMetric() as stored:
             figures = {
-                f"checkpoint/{stored.level}_flush(s)": stored.seconds,
-                f"checkpoint/{stored.level}_lag(s)": stored.lag_s,
+                f"checkpoint/{stored.tier}_flush(s)": stored.seconds,
+                f"checkpoint/{stored.tier}_lag(s)": stored.lag_s,
             }
     return {name: value for name, value in figures.items() if value is not None}
 
@@ -80,7 +80,7 @@ class ScalarReader:
             for record in records:
                 metric, kind = record.metric, record.kind
                 if isinstance(metric, StoredMetric):
-                    kind = f"stored {metric.level}"
+                    kind = f"stored {metric.tier}"
                 figures = metric_scalars(metric, self._ranks)
                 if figures and metric.step > self._steps.get(kind, metric.step):
                     self._steps[kind] = metric.step

@@ -47,7 +47,7 @@ class Told:
     happened: str
     faults: int = 0
     recovered: dict[str, int] = field(default_factory=dict)
-    """How often what was loaded, and from which level."""
+    """How often what was loaded, and from which tier."""
     silent: int = 0
     """How often something was loaded that is not what was saved."""
 

@@ -18,10 +18,10 @@ from hpcrun.checkpoint.flush.durable_tier import DurableTier
 from hpcrun.checkpoint.flush.local_tier import LocalTier
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.checkpoint.levels import HeldPart
 from hpcrun.checkpoint.restore.exchange import copy_generation_in
 from hpcrun.checkpoint.restore.repair import find_repair_candidates, repair_generation
 from hpcrun.checkpoint.restore.sources import DirectoryCopy
+from hpcrun.checkpoint.tier import HeldPart
 from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint, read_saved_checkpoints
 from tests.checkpoint import tracing
 from tests.checkpoint.generations import content_of, save
@@ -59,9 +59,9 @@ def drain_and_retire(root: Path) -> None:
     """The same by a checkpoint worker, over the node's own disk."""
     load = load_of(6, range(2), 2, 0)
     LocalTier(str(root / "disk"), "run", "n1").store(load)
-    station = DurableTier(root, keep=2)
-    station.store(load)
-    station.retain(())
+    tier = DurableTier(root, keep=2)
+    tier.store(load)
+    tier.retain(())
 
 
 def save_over_damage(root: Path) -> None:

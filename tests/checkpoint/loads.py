@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hpcrun.checkpoint.format import HEADER_BYTES, PART_ALIGN, ChunkSpec, align_size, plan_part_layout
-from hpcrun.checkpoint.levels import GenerationId, NodeShards, SealedPart
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal_part
+from hpcrun.checkpoint.tier import CheckpointId, NodeShards, SealedPart
 from tests.checkpoint.generations import content_of, pieces_of
 
 
-def stamp_of(step: int, world_size: int, attempt: int = 1) -> GenerationId:
+def stamp_of(step: int, world_size: int, attempt: int = 1) -> CheckpointId:
     """The same on all nodes."""
-    return GenerationId(f"{step:016x}{attempt:016x}", step, 8 * step, world_size, attempt)
+    return CheckpointId(f"{step:016x}{attempt:016x}", step, 8 * step, world_size, attempt)
 
 
 def fill(image: memoryview, plan: SlotPlan, contents: Sequence[bytes]) -> None:

@@ -18,13 +18,13 @@ from hpcrun.checkpoint.commit import quarantine_generation
 from hpcrun.checkpoint.distributed_reader import DistributedReader
 from hpcrun.checkpoint.flush.durable_tier import CommitTimeouts, DurableTier
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import InventoryEntry, NodeShards, parse_inventory_entry
 from hpcrun.checkpoint.parity.peers import PeerClient
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
 from hpcrun.checkpoint.part_check import find_damaged_parts
 from hpcrun.checkpoint.restore.decide import decide_restore
 from hpcrun.checkpoint.restore.intact_parts import find_intact_parts
 from hpcrun.checkpoint.restore_plan import RestorePlan
+from hpcrun.checkpoint.tier import InventoryEntry, NodeShards, parse_inventory_entry
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import SavedCheckpoint, resumable_checkpoints
@@ -96,7 +96,7 @@ def _read(plan: RestorePlan, here: str, remote: Any, told: Told) -> bool:
     except (DamagedError, HpcrunError) as error:
         told.happened = told.happened or str(error)
         return False
-    told.loaded(f"step {generation.stamp.step} from {' and '.join(plan.levels)}")
+    told.loaded(f"step {generation.stamp.step} from {' and '.join(plan.tiers)}")
     return True
 
 
@@ -261,7 +261,7 @@ def _with_worker(root: Path, delays: Sequence[float], *, agent: bool) -> Told:
         for rank in ranks:
             rank.save(2, ["local", "durable"])
         for rank in ranks:
-            rank.wait("store_result", level="durable")
+            rank.wait("store_result", tier="durable")
         for rank in ranks:
             rank.save(STEP, ["local", "durable"], 2)
         signal.sigtimedwait([], delay)
@@ -303,7 +303,7 @@ def killed_rank(root: Path, _quick: bool) -> Told:
     for rank in ranks:
         rank.save(2, ["durable"])
     for rank in ranks:
-        rank.wait("store_result", level="durable")
+        rank.wait("store_result", tier="durable")
     ranks[0].save(STEP, ["durable"], 2)
     ranks[1].close()
     os.sched_yield()

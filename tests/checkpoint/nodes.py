@@ -1,4 +1,4 @@
-"""Several nodes for tests, each with an arena, a server and a parity station, as threads on loopback."""
+"""Several nodes for tests, each with an arena, a server and a parity tier, as threads on loopback."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpcrun.checkpoint.levels import HeldPart, InventoryEntry, NodeShards
 from hpcrun.checkpoint.parity.parity_tier import ParityTier
 from hpcrun.checkpoint.parity.peers import PartServer, PeerClient, PeerCredentials, PeerServer
 from hpcrun.checkpoint.part_check import DamagedPart, exclude_damaged_parts
+from hpcrun.checkpoint.tier import HeldPart, InventoryEntry, NodeShards
 from tests.checkpoint.loads import load_of
 
 HERE = "127.0.0.1"

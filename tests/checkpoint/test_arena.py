@@ -21,20 +21,20 @@ from hpcrun.checkpoint.flush.arena import (
 )
 from hpcrun.checkpoint.flush.stale_memory import clean_up_stale_memory
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.parity.erasure import parity_memory_bytes
 from hpcrun.checkpoint.part_record import PartRecord
 from hpcrun.checkpoint.policy.shm_capacity import ShmCapacity
+from hpcrun.checkpoint.tier import CheckpointId
 from hpcrun.errors import SiteError
 
 PART = Part(0, 0, 4000, 3000, 500, "0" * 16)
 
 
-def nowhere(_: GenerationId) -> bool:
+def nowhere(_: CheckpointId) -> bool:
     return False
 
 
-def everywhere(_: GenerationId) -> bool:
+def everywhere(_: CheckpointId) -> bool:
     return True
 
 
@@ -52,8 +52,8 @@ def folder_in(root: Path, run: str = "r", node: str = "n") -> Path:
     return make_arena_folder(root, root / run, run, node)
 
 
-def stamp(step: int, attempt: int = 1) -> GenerationId:
-    return GenerationId(f"{step:016x}{attempt:016x}", step, step, 2, attempt)
+def stamp(step: int, attempt: int = 1) -> CheckpointId:
+    return CheckpointId(f"{step:016x}{attempt:016x}", step, step, 2, attempt)
 
 
 def seal_into(slot: ArenaSlot, step: int, attempt: int = 1) -> None:
@@ -147,7 +147,7 @@ def test_what_was_sealed_is_found_again_and_nothing_else(tmp_path: Path) -> None
     record.write_text(record.read_text().replace('"step": 4', '"step": 5'))
     again = Arena(arena.folder)
     (held,) = again.holdings("n")
-    assert (held.stamp, held.level, [one.number for one in held.parts]) == (stamp(2), "memory", [0, 1])
+    assert (held.stamp, held.tier, [one.number for one in held.parts]) == (stamp(2), "memory", [0, 1])
     assert all(Path(one.path).read_bytes().startswith(b"HPCK") for one in held.parts)
     kept = again.reserve({0: 5000, 1: 5000}, 2, nowhere)
     assert [slot.path for slot in kept[0]] == [slot.path for slot in given[0]]

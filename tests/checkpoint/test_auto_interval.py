@@ -41,7 +41,7 @@ def test_the_first_save_is_early_and_shows_what_the_next_ones_cost() -> None:
     assert auto.is_due(1300.0 + auto.every_s)
     # What changes nothing is not worth a word; what is much longer under way is.
     assert auto.take(metric("save", 9, seconds=149.0)) is None
-    assert auto.take(metric("stored", 9, level="local", lag_s=9000.0)) is None
-    chosen = auto.take(metric("stored", 9, level="durable", lag_s=9000.0))
+    assert auto.take(metric("stored", 9, tier="local", lag_s=9000.0)) is None
+    chosen = auto.take(metric("stored", 9, tier="durable", lag_s=9000.0))
     assert chosen is not None
     assert chosen.every_s == 9000.0

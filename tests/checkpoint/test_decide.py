@@ -13,23 +13,23 @@ from typing import Any
 import pytest
 
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import (
-    CheckpointLevel,
-    GenerationId,
+from hpcrun.checkpoint.part_check import exclude_damaged_parts
+from hpcrun.checkpoint.restore.decide import (
+    ObjectCandidate,
+    checkpoint_id_of,
+    decide_restore,
+    describe_plan_tiers,
+)
+from hpcrun.checkpoint.restore_plan import SHARED_NODE, RebuildOrder, parse_restore_plan
+from hpcrun.checkpoint.tier import (
+    CheckpointId,
     HeldParity,
     HeldPart,
     InventoryEntry,
     SetMember,
+    TierName,
     parse_inventory_entry,
 )
-from hpcrun.checkpoint.part_check import exclude_damaged_parts
-from hpcrun.checkpoint.restore.decide import (
-    ObjectCandidate,
-    decide_restore,
-    describe_plan_levels,
-    generation_id_of,
-)
-from hpcrun.checkpoint.restore_plan import SHARED_NODE, RebuildOrder, parse_restore_plan
 from hpcrun.specs.descent import lineage_order, select_lineage
 from hpcrun.specs.saves import SavedCheckpoint, UnreadableCheckpoint
 from hpcrun.typed_json import parse_typed, render_typed
@@ -40,28 +40,28 @@ OWN = {"a": [0, 1], "b": [2, 3]}
 """Nodes of two ranks each."""
 
 
-def stamp(step: int, world_size: int = 4, attempt: int = 1) -> GenerationId:
+def stamp(step: int, world_size: int = 4, attempt: int = 1) -> CheckpointId:
     """Each attempt has gone on from step 10 of the one before."""
     descent = " ".join(f"{number}@10" for number in range(1, attempt))
-    return GenerationId(f"{step:030x}{attempt:02x}", step, 8 * step, world_size, attempt, descent)
+    return CheckpointId(f"{step:030x}{attempt:02x}", step, 8 * step, world_size, attempt, descent)
 
 
-def part_of(owner: GenerationId, number: int, salt: str = "") -> Part:
+def part_of(owner: CheckpointId, number: int, salt: str = "") -> Part:
     return Part(number, 0, 4096, 3000, 900, f"{owner.generation[:14]}{number:02x}{salt}")
 
 
 def holding(
-    owner: GenerationId, node: str, numbers: Sequence[int], level: CheckpointLevel = "memory"
+    owner: CheckpointId, node: str, numbers: Sequence[int], tier: TierName = "memory"
 ) -> InventoryEntry:
     parts = tuple(HeldPart(n, f"/arena/{node}/{n}", 0, part_of(owner, n)) for n in numbers)
-    return InventoryEntry(owner, level, node, parts)
+    return InventoryEntry(owner, tier, node, parts)
 
 
-def one_each(owner: GenerationId, nodes: Sequence[str] = NODES) -> list[InventoryEntry]:
+def one_each(owner: CheckpointId, nodes: Sequence[str] = NODES) -> list[InventoryEntry]:
     return [holding(owner, node, [number]) for number, node in enumerate(nodes)]
 
 
-def with_parity(owner: GenerationId, nodes: Sequence[str] = NODES, parity: int = 1) -> list[InventoryEntry]:
+def with_parity(owner: CheckpointId, nodes: Sequence[str] = NODES, parity: int = 1) -> list[InventoryEntry]:
     """What nodes hold that are one erasure set, a part each."""
     members = tuple(SetMember(node, ((n, part_of(owner, n)),)) for n, node in enumerate(nodes))
     blocks = [
@@ -83,7 +83,7 @@ def saved(step: int, attempt: int = 1) -> SavedCheckpoint:
 def test_the_newest_in_memory_comes_before_an_older_save() -> None:
     plan = decide_restore(one_each(stamp(20)), [saved(10)], [], [], {}, NODES)
     assert plan.stamp == stamp(20)
-    assert plan.levels == ("memory",)
+    assert plan.tiers == ("memory",)
     assert [(one.number, one.node, one.path) for one in plan.sources] == [
         (n, node, f"/arena/{node}/{n}") for n, node in enumerate(NODES)
     ]
@@ -91,14 +91,14 @@ def test_the_newest_in_memory_comes_before_an_older_save() -> None:
 
 
 def test_of_one_step_the_nearest_is_taken() -> None:
-    memory, disks = one_each(stamp(20)), [replace(one, level="local") for one in one_each(stamp(20))]
-    assert decide_restore([*disks, *memory], [saved(20)], [], [], {}, NODES).levels == ("memory",)
-    assert decide_restore([*disks, *memory[1:]], [saved(20)], [], [], {}, NODES).levels == ("memory", "local")
+    memory, disks = one_each(stamp(20)), [replace(one, tier="local") for one in one_each(stamp(20))]
+    assert decide_restore([*disks, *memory], [saved(20)], [], [], {}, NODES).tiers == ("memory",)
+    assert decide_restore([*disks, *memory[1:]], [saved(20)], [], [], {}, NODES).tiers == ("memory", "local")
     copy = ObjectCandidate(stamp(20), "s3://b/20")
     assert decide_restore(memory[1:], [saved(20)], [], [copy], {}, NODES).save == str(saved(20).path)
     plan = decide_restore(memory[1:], [saved(10)], [], [copy], {}, NODES)
-    assert (plan.levels, plan.copy) == (("object",), "s3://b/20")
-    assert describe_plan_levels(plan) == "the object store"
+    assert (plan.tiers, plan.copy) == (("object",), "s3://b/20")
+    assert describe_plan_tiers(plan) == "the object store"
 
 
 def test_a_missing_part_leads_to_the_generation_before_and_that_is_said() -> None:
@@ -150,7 +150,7 @@ def test_a_part_that_was_left_out_as_damaged_comes_from_parity_or_the_save_of_it
     parts = [holding(stamp(20), node, own) for node, own in OWN.items()]
     whole = [*parts, *blocks]
     first = decide_restore(whole, [saved(20)], [], [], {}, list(OWN))
-    assert (first.levels, first.rebuilds) == (("memory",), ())
+    assert (first.tiers, first.rebuilds) == (("memory",), ())
     bad = parts[1].parts[0]
     left = exclude_damaged_parts(whole, {(bad.path, stamp(20).generation, bad.number): "a byte"})
     plan = decide_restore(left, [saved(10)], [], [], {}, list(OWN))
@@ -174,7 +174,7 @@ def test_a_replaced_node_gets_its_part_from_parity() -> None:
     left = [one for one in with_parity(stamp(20)) if one.node != "b"]
     plan = decide_restore(left, [saved(10)], [], [], {}, ("a", "c", "d", "new"))
     assert plan.stamp == stamp(20)
-    assert plan.levels == ("memory", "parity")
+    assert plan.tiers == ("memory", "parity")
     (order,) = plan.rebuilds
     assert (order.node, order.lost) == ("new", (1,))
     assert [(one.index, one.node, one.path) for one in order.survivors] == [
@@ -186,7 +186,7 @@ def test_a_replaced_node_gets_its_part_from_parity() -> None:
     # When it has been done, what was rebuilt is a part like any other.
     rebuilt = holding(stamp(20), "new", [1], "parity")
     again = decide_restore([*left, rebuilt], [saved(10)], [], [], {}, ("a", "c", "d", "new"))
-    assert (again.rebuilds, again.levels) == ((), ("memory", "parity"))
+    assert (again.rebuilds, again.tiers) == ((), ("memory", "parity"))
     assert [one.node for one in again.sources] == ["a", "new", "c", "d"]
 
 
@@ -210,18 +210,18 @@ def test_a_node_that_does_not_answer_has_nothing() -> None:
 def test_parts_of_a_damaged_save_make_up_for_a_lost_node() -> None:
     asked: list[tuple[int, list[int]]] = []
 
-    def scraps(owner: GenerationId, missing: Collection[int]) -> InventoryEntry:
+    def scraps(owner: CheckpointId, missing: Collection[int]) -> InventoryEntry:
         asked.append((owner.step, sorted(missing)))
         return holding(owner, SHARED_NODE, [0], "durable")
 
     near = one_each(stamp(20))
     broken = UnreadableCheckpoint(RUN / "step-00000020", "its record is torn")
     plan = decide_restore(near[1:], [saved(10)], [broken], [], {}, NODES, scraps=scraps)
-    assert (plan.stamp, plan.levels, plan.lost_steps) == (stamp(20), ("memory", "durable"), 0)
+    assert (plan.stamp, plan.tiers, plan.lost_steps) == (stamp(20), ("memory", "durable"), 0)
     assert [one.node for one in plan.sources] == [SHARED_NODE, "b", "c", "d"]
     assert asked == [(20, [0])]
     # Nobody is asked where all is there, where the save seems whole, or where that is not what is wrong.
-    assert decide_restore(near, [saved(20)], [], [], {}, NODES, scraps=scraps).levels == ("memory",)
+    assert decide_restore(near, [saved(20)], [], [], {}, NODES, scraps=scraps).tiers == ("memory",)
     plan = decide_restore(near[1:], [saved(20)], [], [], {}, NODES, scraps=scraps)
     assert (plan.save, plan.is_mendable) == (str(saved(20).path), True)
     assert not decide_restore([], [saved(20)], [], [], {}, NODES, scraps=scraps).is_mendable
@@ -232,11 +232,11 @@ def test_parts_of_a_damaged_save_make_up_for_a_lost_node() -> None:
     # With parity a part of two that are missing is enough.
     kept = [one for one in with_parity(stamp(20)) if one.node != "b" and (one.node != "a" or one.parity)]
     plan = decide_restore(kept, [saved(10)], [], [], {}, NODES, scraps=scraps)
-    assert (plan.stamp, plan.levels) == (stamp(20), ("memory", "parity", "durable"))
+    assert (plan.stamp, plan.tiers) == (stamp(20), ("memory", "parity", "durable"))
     # What it offers is held to the same rules.
     odd = HeldPart(0, "data-00000.bin", 0, part_of(stamp(20), 0, "x"))
 
-    def other_bytes(owner: GenerationId, missing: Collection[int]) -> InventoryEntry:
+    def other_bytes(owner: CheckpointId, missing: Collection[int]) -> InventoryEntry:
         return InventoryEntry(owner, "durable", SHARED_NODE, (odd,))
 
     plan = decide_restore(with_parity(stamp(20))[2:], [saved(10)], [], [], {}, NODES, scraps=other_bytes)
@@ -301,7 +301,7 @@ def test_a_plan_travels_as_json_and_shows_when_it_was_changed() -> None:
         parse_restore_plan({})
 
 
-def is_whole(owner: GenerationId, holdings: Sequence[InventoryEntry], nodes: Sequence[str]) -> bool:
+def is_whole(owner: CheckpointId, holdings: Sequence[InventoryEntry], nodes: Sequence[str]) -> bool:
     """By trying everything: parts that are there, then sets again and again until nothing more comes."""
     live = [one for one in holdings if one.node in nodes and one.stamp == owner]
     have = {held.number for one in live for held in one.parts}
@@ -335,7 +335,7 @@ def some_inventory(
             homes = rng.sample(nodes, len(nodes))
             parts = [holding(owner, home, numbers) for home, numbers in zip(homes, on, strict=True)]
             kept = [one for one in parts if rng.random() < 0.8]
-            disks = [replace(one, level="local") for one in parts if rng.random() < 0.1]
+            disks = [replace(one, tier="local") for one in parts if rng.random() < 0.1]
             size, parity = rng.randint(1, len(nodes)), rng.randint(1, 2)
             members = [
                 SetMember(home, tuple((n, part_of(owner, n)) for n in numbers))
@@ -373,9 +373,9 @@ def test_the_newest_whole_one_is_found_as_brute_force_finds_it(seed: int) -> Non
         for owner in dict.fromkeys(one.stamp for one in holdings)
     }
 
-    def scraps(owner: GenerationId, missing: Collection[int]) -> InventoryEntry | None:
+    def scraps(owner: CheckpointId, missing: Collection[int]) -> InventoryEntry | None:
         parts = tuple(one for one in shared[owner].parts if one.number in missing)
-        return replace(shared[owner], level="durable", parts=parts) if parts else None
+        return replace(shared[owner], tier="durable", parts=parts) if parts else None
 
     plan = decide_restore(told, saves, [], [], poison, living, scraps=scraps)
     bad = {generation for generation, count in poison.items() if count >= 2}
@@ -384,7 +384,7 @@ def test_the_newest_whole_one_is_found_as_brute_force_finds_it(seed: int) -> Non
     whole = {one.stamp for one in live if is_whole(one.stamp, there, [*living, SHARED_NODE])}
     line = {
         lineage_order(one)
-        for one in select_lineage([*(one.stamp for one in live), *map(generation_id_of, saves)])
+        for one in select_lineage([*(one.stamp for one in live), *map(checkpoint_id_of, saves)])
     }
     near = {lineage_order(one) for one in whole if one.generation not in bad} & line
     at_hand = {one.stamp for one in live if is_whole(one.stamp, holdings, living)}
@@ -407,7 +407,7 @@ def test_the_newest_whole_one_is_found_as_brute_force_finds_it(seed: int) -> Non
         numbers = [one.number for one in plan.sources]
         numbers += [n for order in plan.rebuilds for i in order.lost for n, _ in order.members[i].parts]
         assert set(numbers) == set(range(plan.stamp.world_size))
-        usable = {*living, SHARED_NODE} if "durable" in plan.levels else set(living)
+        usable = {*living, SHARED_NODE} if "durable" in plan.tiers else set(living)
         assert all(one.node in usable and one.part == part_of(plan.stamp, one.number) for one in plan.sources)
         assert all(order.node in living for order in plan.rebuilds)
         assert all(len(order.lost) <= order.parity for order in plan.rebuilds)

@@ -11,8 +11,8 @@ import pytest
 
 from hpcrun.checkpoint.distributed_reader import DistributedReader
 from hpcrun.checkpoint.format import HEADER_BYTES, ChunkSpec, DamagedError, Manifest, parse_manifest
-from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.restore_plan import PartSource, RestorePlan
+from hpcrun.checkpoint.tier import CheckpointId
 from tests.checkpoint.generations import content_of, save
 
 RANKS = 3
@@ -45,7 +45,7 @@ def scatter(tmp_path: Path) -> Callable[..., tuple[RestorePlan, Manifest]]:
         ranks = len(shares) if shares else RANKS
         saved = save(tmp_path / "run", step, ranks=ranks, files=ranks, shares=shares)
         manifest = parse_manifest((saved.path / "manifest.json").read_bytes())
-        stamp = GenerationId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+        stamp = CheckpointId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
         sources = []
         for number, part in enumerate(manifest.parts):
             node, at = f"n{number}", 4096 * number

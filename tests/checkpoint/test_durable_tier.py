@@ -19,7 +19,7 @@ import pytest
 from hpcrun.checkpoint.commit import delete_generation, find_garbage
 from hpcrun.checkpoint.flush.durable_tier import CommitTimeouts, DurableTier, PrepareFile, no_preparation
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.checkpoint.levels import NodeShards
+from hpcrun.checkpoint.tier import NodeShards
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import COMMIT_RECORD, resumable_checkpoints
 from tests.checkpoint.generations import save
@@ -36,7 +36,7 @@ def beside() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def station(root: Path, patience: CommitTimeouts = QUICK, **options: Any) -> DurableTier:
+def tier(root: Path, patience: CommitTimeouts = QUICK, **options: Any) -> DurableTier:
     told: dict[str, Any] = {"keep": 2, "patience": patience} | options
     return DurableTier(root, **told)
 
@@ -46,10 +46,10 @@ def loads(step: int, attempt: int = 1) -> list[NodeShards]:
 
 
 def store_all(
-    beside: ThreadPoolExecutor, stations: list[DurableTier], shares: list[NodeShards]
+    beside: ThreadPoolExecutor, tiers: list[DurableTier], shares: list[NodeShards]
 ) -> list[Future[dict[str, Any]]]:
-    pairs = zip(stations, shares, strict=True)
-    return [beside.submit(station.store, load) for station, load in pairs]
+    pairs = zip(tiers, shares, strict=True)
+    return [beside.submit(tier.store, load) for tier, load in pairs]
 
 
 def names(path: Path) -> list[str]:
@@ -58,9 +58,9 @@ def names(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_two_nodes_commit_together(tmp_path: Path, beside: ThreadPoolExecutor, direct: bool) -> None:
-    stations = [station(tmp_path, direct=direct) for _ in RANKS]
+    tiers = [tier(tmp_path, direct=direct) for _ in RANKS]
     for step in (2, 4):
-        for done in store_all(beside, stations, loads(step)):
+        for done in store_all(beside, tiers, loads(step)):
             assert done.result()["path"] == str(tmp_path / f"step-{step:08d}")
     assert whole_steps(tmp_path) == ([2, 4], [])
     newest = resumable_checkpoints(tmp_path)[-1]
@@ -74,7 +74,7 @@ def test_what_is_committed_is_what_the_ranks_themselves_would_have_written(
     tmp_path: Path, beside: ThreadPoolExecutor
 ) -> None:
     load = load_of(2, range(2), 2, 0)
-    station(tmp_path / "worker").store(load)
+    tier(tmp_path / "worker").store(load)
     written = save(tmp_path / "ranks", 2)
     ours = (tmp_path / "worker" / "step-00000002" / "data-00000.bin").read_bytes()
     theirs = (written.path / "data-00000.bin").read_bytes()
@@ -85,7 +85,7 @@ def test_what_is_committed_is_what_the_ranks_themselves_would_have_written(
 
 
 def test_a_structure_that_changes_is_collected_anew(tmp_path: Path) -> None:
-    one = station(tmp_path, keep=9)
+    one = tier(tmp_path, keep=9)
     one.store(load_of(2, range(2), 2, 0))
     one.store(load_of(4, range(3), 3, 0))
     one.store(load_of(6, range(3), 3, 0))
@@ -103,10 +103,10 @@ def test_without_its_space_a_node_fails_the_save_of_all(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return true(descriptor, data, position)
 
-    stations = [station(tmp_path) for _ in RANKS]
+    tiers = [tier(tmp_path) for _ in RANKS]
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
-        leader, other = store_all(beside, stations, loads(4))
+        leader, other = store_all(beside, tiers, loads(4))
         with pytest.raises(OSError, match="No space left"):
             other.result()
         with pytest.raises(SiteError, match=r"^node .*: .*No space left"):
@@ -114,23 +114,23 @@ def test_without_its_space_a_node_fails_the_save_of_all(
     assert whole_steps(tmp_path) == ([2], [])
     left = [path.name for path in (tmp_path / ".step-00000004.1").iterdir()]
     assert sorted(left) == ["failed-00000.json", "failed-00002.json"]
-    for done in store_all(beside, stations, loads(6)):
+    for done in store_all(beside, tiers, loads(6)):
         done.result()
     assert names(tmp_path) == ["step-00000002", "step-00000006"]
 
 
 def test_a_node_that_gives_up_is_not_waited_for(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
-    stations = [
-        station(tmp_path, CommitTimeouts(peer_timeout_s=60, first_poll_s=0.005, most_s=0.02)) for _ in RANKS
+    tiers = [
+        tier(tmp_path, CommitTimeouts(peer_timeout_s=60, first_poll_s=0.005, most_s=0.02)) for _ in RANKS
     ]
     leader, other = loads(2)
-    waiting = beside.submit(stations[0].store, leader)
-    stations[1].abandon(other.stamp, [2, 3], "it was left behind")
+    waiting = beside.submit(tiers[0].store, leader)
+    tiers[1].abandon(other.stamp, [2, 3], "it was left behind")
     with pytest.raises(SiteError, match="it was left behind"):
         waiting.result(30)
     leader, other = loads(4)
-    waiting = beside.submit(stations[1].store, other)
-    stations[0].abandon(leader.stamp, [0, 1], "it was left behind")
+    waiting = beside.submit(tiers[1].store, other)
+    tiers[0].abandon(leader.stamp, [0, 1], "it was left behind")
     with pytest.raises(SiteError, match="it was left behind"):
         waiting.result(30)
     assert not list(tmp_path.rglob("data-*.bin"))
@@ -138,7 +138,7 @@ def test_a_node_that_gives_up_is_not_waited_for(tmp_path: Path, beside: ThreadPo
 
 @pytest.mark.parametrize("here", [0, 1])
 def test_a_node_that_never_comes_is_waited_for_in_vain(tmp_path: Path, here: int) -> None:
-    one = station(tmp_path, replace(QUICK, peer_timeout_s=0.05))
+    one = tier(tmp_path, replace(QUICK, peer_timeout_s=0.05))
     with pytest.raises(SiteError, match=r"waited 0\.05 s in vain"):
         one.store(loads(2)[here])
     assert resumable_checkpoints(tmp_path) == []
@@ -147,10 +147,10 @@ def test_a_node_that_never_comes_is_waited_for_in_vain(tmp_path: Path, here: int
 def test_who_is_late_may_still_be_part_of_what_others_commit(tmp_path: Path) -> None:
     """A worker that has lost patience must not take its files away from a leader that has not."""
     leader, other = loads(2)
-    impatient = station(tmp_path, replace(QUICK, peer_timeout_s=0.02))
+    impatient = tier(tmp_path, replace(QUICK, peer_timeout_s=0.02))
     with pytest.raises(SiteError, match="in vain"):
         impatient.store(other)
-    station(tmp_path).store(leader)
+    tier(tmp_path).store(leader)
     assert whole_steps(tmp_path) == ([2], [])
 
 
@@ -158,13 +158,13 @@ def test_bytes_of_others_that_show_late_are_waited_for(tmp_path: Path, beside: T
     """A network file system may know a file by the size that it had a moment ago."""
     leader, other = loads(2)
     with pytest.raises(SiteError, match="in vain"):
-        station(tmp_path, replace(QUICK, peer_timeout_s=0.02)).store(other)
+        tier(tmp_path, replace(QUICK, peer_timeout_s=0.02)).store(other)
     data = tmp_path / ".step-00000002.1" / "data-00001.bin"
     whole = data.read_bytes()
     data.write_bytes(whole[:-4096])
     late = threading.Timer(0.1, data.write_bytes, [whole])
     late.start()
-    station(tmp_path, replace(QUICK, visibility_timeout_s=20)).store(leader)
+    tier(tmp_path, replace(QUICK, visibility_timeout_s=20)).store(leader)
     late.join()
     assert whole_steps(tmp_path) == ([2], [])
 
@@ -172,16 +172,16 @@ def test_bytes_of_others_that_show_late_are_waited_for(tmp_path: Path, beside: T
 def test_bytes_of_others_that_never_show_fail_the_save(tmp_path: Path) -> None:
     leader, other = loads(2)
     with pytest.raises(SiteError, match="in vain"):
-        station(tmp_path, replace(QUICK, peer_timeout_s=0.02)).store(other)
+        tier(tmp_path, replace(QUICK, peer_timeout_s=0.02)).store(other)
     os.truncate(tmp_path / ".step-00000002.1" / "data-00001.bin", 4096)
     with pytest.raises(SiteError, match=r"waited 0\.2 s in vain for all bytes in"):
-        station(tmp_path).store(leader)
+        tier(tmp_path).store(leader)
     assert resumable_checkpoints(tmp_path) == []
 
 
 def test_when_the_attempt_is_over_nobody_is_waited_for(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
     hurry = threading.Event()
-    waiting = beside.submit(station(tmp_path, hurry=hurry).store, loads(2)[0])
+    waiting = beside.submit(tier(tmp_path, hurry=hurry).store, loads(2)[0])
     hurry.set()
     with pytest.raises(SiteError, match="the attempt is over"):
         waiting.result(10)
@@ -189,18 +189,18 @@ def test_when_the_attempt_is_over_nobody_is_waited_for(tmp_path: Path, beside: T
 
 def test_a_leader_that_vanishes_with_everything(tmp_path: Path, beside: ThreadPoolExecutor) -> None:
     """Somebody has cleaned up, or the next attempt has."""
-    waiting = beside.submit(station(tmp_path).store, loads(2)[1])
+    waiting = beside.submit(tier(tmp_path).store, loads(2)[1])
     record = tmp_path / ".step-00000002.1" / "parts-00002.json"
     deadline = time.monotonic() + 10
     while not record.exists() and time.monotonic() < deadline:
         time.sleep(0.005)
-    station(tmp_path).store(load_of(2, range(2), 2, 0, attempt=2))
+    tier(tmp_path).store(load_of(2, range(2), 2, 0, attempt=2))
     with pytest.raises(SiteError, match="was removed before it was committed"):
         waiting.result(10)
 
 
 def test_an_older_attempt_does_not_take_the_place_of_a_newer_one(tmp_path: Path) -> None:
-    one = station(tmp_path)
+    one = tier(tmp_path)
     one.store(load_of(2, range(2), 2, 0, attempt=3))
     with pytest.raises(SiteError, match="was saved by attempt 3; this is 2"):
         one.store(load_of(2, range(2), 2, 0, attempt=2))
@@ -214,14 +214,14 @@ def test_records_of_other_generations_and_torn_ones_are_not_counted(
     aside = tmp_path / ".step-00000002.1"
     aside.mkdir()
     with pytest.raises(SiteError):
-        station(tmp_path / "elsewhere", replace(QUICK, peer_timeout_s=0.01)).store(with_attempt(other, 2))
+        tier(tmp_path / "elsewhere", replace(QUICK, peer_timeout_s=0.01)).store(with_attempt(other, 2))
     (strange,) = (tmp_path / "elsewhere").rglob("parts-*.json")
     (aside / "parts-00002.json").write_bytes(strange.read_bytes())
     (aside / "parts-00003.json").write_bytes(strange.read_bytes()[:50])
     (aside / "failed-00009.json").write_text(json.dumps({"generation": "0" * 32, "why": "of before"}))
     with pytest.raises(SiteError, match="in vain"):
-        station(tmp_path, replace(QUICK, peer_timeout_s=0.05)).store(leader)
-    for done in store_all(beside, [station(tmp_path) for _ in RANKS], loads(4)):
+        tier(tmp_path, replace(QUICK, peer_timeout_s=0.05)).store(leader)
+    for done in store_all(beside, [tier(tmp_path) for _ in RANKS], loads(4)):
         done.result()
     assert whole_steps(tmp_path) == ([4], [])
 
@@ -229,13 +229,13 @@ def test_records_of_other_generations_and_torn_ones_are_not_counted(
 def test_only_leftovers_of_this_attempt_and_before_are_removed(tmp_path: Path) -> None:
     for name in ("1.1", "3.2", "1.deleted", "1.1.ranks", "1.9", "5.2.ranks"):
         (tmp_path / f".step-0000000{name}").mkdir()
-    station(tmp_path).store(load_of(4, range(2), 2, 0, attempt=2))
+    tier(tmp_path).store(load_of(4, range(2), 2, 0, attempt=2))
     # Ranks of this attempt may be writing beside the worker.
     assert names(tmp_path) == [".step-00000001.9", ".step-00000005.2.ranks", "step-00000004"]
 
 
 def test_what_is_kept(tmp_path: Path) -> None:
-    one = station(tmp_path, keep=1, keep_every=4)
+    one = tier(tmp_path, keep=1, keep_every=4)
     for step in range(1, 11):
         one.store(load_of(step, range(2), 2, 0))
         one.retain(())
@@ -243,7 +243,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
 
 
 def test_storing_again_is_harmless(tmp_path: Path) -> None:
-    one = station(tmp_path)
+    one = tier(tmp_path)
     load = load_of(2, range(2), 2, 0)
     assert one.store(load)["path"] == one.store(load)["path"]
     assert names(tmp_path) == ["step-00000002"]
@@ -261,8 +261,8 @@ def test_files_are_prepared_before_their_first_byte_and_the_facts_are_kept(
         return {"stripes": 4}
 
     hooks: list[PrepareFile] = [prepare, no_preparation]
-    stations = [station(tmp_path, prepare_file=hook) for hook in hooks]
-    for done in store_all(beside, stations, loads(2)):
+    tiers = [tier(tmp_path, prepare_file=hook) for hook in hooks]
+    for done in store_all(beside, tiers, loads(2)):
         done.result()
     (saved,) = resumable_checkpoints(tmp_path)
     assert asked == [("data-00000.bin", saved.file_bytes[0], 2)]
@@ -283,7 +283,7 @@ def test_a_file_system_that_takes_nothing(tmp_path: Path, options: str) -> None:
         pytest.skip(f"no small tmpfs can be mounted here: {done.stderr.strip()}")
     try:
         shares = [load_of(step, range(2), 2, 0) for step in range(2, 40)]
-        one = station(small, keep=99)
+        one = tier(small, keep=99)
         with pytest.raises(OSError, match=r"No space left|Read-only file system"):
             list(map(one.store, shares))
         assert whole_steps(small)[1] == []
@@ -305,10 +305,10 @@ def test_a_deletion_of_old_saves_beside_it(tmp_path: Path, beside: ThreadPoolExe
                     continue
 
     collecting = beside.submit(collect_garbage)
-    stations = [station(tmp_path) for _ in RANKS]
+    tiers = [tier(tmp_path) for _ in RANKS]
     try:
         for step in range(1, 12):
-            for done in store_all(beside, stations, loads(step)):
+            for done in store_all(beside, tiers, loads(step)):
                 done.result()
     finally:
         over.set()

@@ -11,10 +11,10 @@ import pytest
 from hpcrun.checkpoint.commit import quarantine_generation
 from hpcrun.checkpoint.distributed_reader import DistributedReader
 from hpcrun.checkpoint.flush.durable_tier import CommitTimeouts, DurableTier
-from hpcrun.checkpoint.levels import GenerationId, InventoryEntry
 from hpcrun.checkpoint.restore.decide import decide_restore
 from hpcrun.checkpoint.restore.intact_parts import find_intact_parts
 from hpcrun.checkpoint.restore_plan import SHARED_NODE
+from hpcrun.checkpoint.tier import CheckpointId, InventoryEntry
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import SavedCheckpoint
 from tests.checkpoint.generations import content_of, save
@@ -23,8 +23,8 @@ from tests.checkpoint.loads import load_of
 ALL = range(4)
 
 
-def stamp_of(saved: SavedCheckpoint) -> GenerationId:
-    return GenerationId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+def stamp_of(saved: SavedCheckpoint) -> CheckpointId:
+    return CheckpointId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
 
 
 def numbers(found: InventoryEntry | None) -> list[int]:
@@ -45,7 +45,7 @@ def test_a_damaged_save_still_has_its_other_parts(tmp_path: Path) -> None:
     assert numbers(find_intact_parts(tmp_path, stamp, ALL, prove=False)) == [0, 1]
     found = find_intact_parts(tmp_path, stamp, ALL, prove=True)
     assert found is not None
-    assert (found.stamp, found.level, found.node) == (stamp, "durable", SHARED_NODE)
+    assert (found.stamp, found.tier, found.node) == (stamp, "durable", SHARED_NODE)
     assert {one.path for one in found.parts} == {str(saved.path / "data-00000.bin")}
     # Without its list of parts as well, and when it was set aside.
     flip(saved.path / "manifest.json", 40)
@@ -78,9 +78,9 @@ def test_of_a_save_that_was_never_committed_counts_what_was_synced_and_recorded(
 ) -> None:
     """One node has stored its parts and waits, the other one is lost before it has."""
     load = load_of(4, (0, 1) if leads else (2, 3), 4, 0 if leads else 1)
-    station = DurableTier(tmp_path, keep=2, patience=CommitTimeouts(peer_timeout_s=0.05, first_poll_s=0.01))
+    tier = DurableTier(tmp_path, keep=2, patience=CommitTimeouts(peer_timeout_s=0.05, first_poll_s=0.01))
     with pytest.raises(SiteError, match="in vain"):
-        station.store(load)
+        tier.store(load)
     own = [one.number for one in load.parts]
     assert numbers(find_intact_parts(tmp_path, load.stamp, ALL, prove=False)) == own
     (record,) = tmp_path.rglob("parts-*.json")
@@ -90,11 +90,11 @@ def test_of_a_save_that_was_never_committed_counts_what_was_synced_and_recorded(
 
 def test_parts_of_a_node_and_of_half_a_save_make_up_a_whole_state(tmp_path: Path) -> None:
     lost, kept = load_of(4, (0, 1), 4, 0), load_of(4, (2, 3), 4, 1)
-    station = DurableTier(
+    tier = DurableTier(
         tmp_path / "run", keep=2, patience=CommitTimeouts(peer_timeout_s=0.05, first_poll_s=0.01)
     )
     with pytest.raises(SiteError, match="in vain"):
-        station.store(lost)
+        tier.store(lost)
     arena = DurableTier(
         tmp_path / "arena", keep=2, patience=CommitTimeouts(peer_timeout_s=0.05, first_poll_s=0.01)
     )
@@ -102,14 +102,14 @@ def test_parts_of_a_node_and_of_half_a_save_make_up_a_whole_state(tmp_path: Path
         arena.store(kept)
     held = find_intact_parts(tmp_path / "arena", kept.stamp, ALL, prove=True)
     assert held is not None
-    near = replace(held, node="b", level="memory")
+    near = replace(held, node="b", tier="memory")
 
-    def scraps(stamp: GenerationId, missing: object) -> InventoryEntry | None:
+    def scraps(stamp: CheckpointId, missing: object) -> InventoryEntry | None:
         assert set(missing) == {0, 1}  # type: ignore[call-overload]
         return find_intact_parts(tmp_path / "run", stamp, ALL, prove=False)
 
     plan = decide_restore([near], [], [], [], {}, ["b"], scraps=scraps)
-    assert (plan.stamp, plan.levels) == (lost.stamp, ("memory", "durable"))
+    assert (plan.stamp, plan.tiers) == (lost.stamp, ("memory", "durable"))
     assert [one.node for one in plan.sources] == [SHARED_NODE, SHARED_NODE, "b", "b"]
     with DistributedReader(plan, "b", None) as source:
         assert not list(source.damages())

@@ -7,7 +7,6 @@ import random
 
 import pytest
 
-from hpcrun.checkpoint.levels import CheckpointLevel
 from hpcrun.checkpoint.policy.failure_rates import (
     FAILURE_KINDS,
     FAILURE_PRIORS,
@@ -16,18 +15,19 @@ from hpcrun.checkpoint.policy.failure_rates import (
     estimate_failure_rates,
 )
 from hpcrun.checkpoint.policy.interval import (
-    LevelGroup,
-    LevelSaveCost,
+    SaveGroup,
+    TierSaveCost,
     daly_interval,
     recommend_intervals,
     young_interval,
 )
 from hpcrun.checkpoint.policy.simulation import check_advice, draw_failure_trace, simulate_run
+from hpcrun.checkpoint.tier import TierName
 
 DAY = 86400.0
-NEAR = LevelGroup((LevelSaveCost("memory", 0.8, 2.0, 60.0), LevelSaveCost("parity", 0.1, 6.0, 90.0)))
-DEEP = LevelGroup((LevelSaveCost("durable", 0.5, 60.0, 300.0),))
-ALONE = LevelGroup((LevelSaveCost("durable", 30.0, 0.0, 300.0),))
+NEAR = SaveGroup((TierSaveCost("memory", 0.8, 2.0, 60.0), TierSaveCost("parity", 0.1, 6.0, 90.0)))
+DEEP = SaveGroup((TierSaveCost("durable", 0.5, 60.0, 300.0),))
+ALONE = SaveGroup((TierSaveCost("durable", 30.0, 0.0, 300.0),))
 RATES: dict[FailureKind, float] = {"process": 1 / (0.5 * DAY), "node": 1 / (4 * DAY), "site": 1 / (7 * DAY)}
 
 
@@ -70,28 +70,28 @@ def test_what_two_runs_saw_adds_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tiers", "rates"),
+    ("groups", "rates"),
     [
         ([ALONE], RATES),
         ([NEAR, DEEP], RATES),
         (
             [
-                LevelGroup((LevelSaveCost("memory", 3.0, 1.0, 60.0),)),
-                LevelGroup((LevelSaveCost("durable", 2.0, 300.0, 300.0),)),
+                SaveGroup((TierSaveCost("memory", 3.0, 1.0, 60.0),)),
+                SaveGroup((TierSaveCost("durable", 2.0, 300.0, 300.0),)),
             ],
             RATES,
         ),
         (
-            [NEAR, LevelGroup((LevelSaveCost("durable", 20.0, 90.0, 300.0),))],
+            [NEAR, SaveGroup((TierSaveCost("durable", 20.0, 90.0, 300.0),))],
             {**RATES, "process": 1 / (0.1 * DAY)},
         ),
     ],
 )
 def test_no_other_interval_is_better_under_failures(
-    tiers: list[LevelGroup], rates: dict[FailureKind, float]
+    groups: list[SaveGroup], rates: dict[FailureKind, float]
 ) -> None:
-    advice = recommend_intervals(tiers, rates, bound=0.2)
-    checked = check_advice(tiers, advice, rates)
+    advice = recommend_intervals(groups, rates, bound=0.2)
+    checked = check_advice(groups, advice, rates)
     assert checked is not None
     told = checked.at[1.0].efficiency
     assert told >= checked.best.efficiency * 0.99
@@ -105,19 +105,19 @@ def test_every_advice_keeps_what_it_promises() -> None:
     for _ in range(300):
         stalls = [draw.choice([0.0, draw.uniform(0.01, 60)]) for _ in range(3)]
         drains = [draw.choice([0.0, draw.uniform(0.1, 900)]) for _ in range(3)]
-        levels: tuple[CheckpointLevel, ...] = ("memory", "durable", "object")
-        tiers = [
-            LevelGroup((LevelSaveCost(level, stall, drain),))
-            for level, stall, drain in zip(levels, stalls, drains, strict=True)
+        tiers: tuple[TierName, ...] = ("memory", "durable", "object")
+        groups = [
+            SaveGroup((TierSaveCost(tier, stall, drain),))
+            for tier, stall, drain in zip(tiers, stalls, drains, strict=True)
         ][: draw.randint(1, 3)]
         known = draw.sample(["process", "node", "site", "storage"], draw.randint(0, 4))
         rates: dict[FailureKind, float] = {kind: 10 ** draw.uniform(-8, -3) for kind in known}  # type: ignore[misc]
         step = draw.choice([None, draw.uniform(0.05, 30)])
         bound = draw.uniform(0.005, 0.2)
-        advice = recommend_intervals(tiers, rates, bound=bound, step_s=step)
+        advice = recommend_intervals(groups, rates, bound=bound, step_s=step)
         busy = 0.0
         for one, before in zip(advice.intervals, (None, *advice.intervals), strict=False):
-            busy += one.tier.flush_s
+            busy += one.group.flush_s
             assert one.every_s >= busy * (1 - 1e-9), "saves do not pile up"
             assert one.times >= 1
             assert one.reasons
@@ -155,9 +155,9 @@ def test_a_tier_for_frequent_failures_pulls_the_nearer_ones_along() -> None:
 
 
 def naive(
-    cost: LevelSaveCost, every_s: float, trace: list[tuple[float, FailureKind]], horizon_s: float
+    cost: TierSaveCost, every_s: float, trace: list[tuple[float, FailureKind]], horizon_s: float
 ) -> tuple[float, float]:
-    """One level, second by event, without any arithmetic of cycles: training kept, and training lost."""
+    """One tier, second by event, without any arithmetic of cycles: training kept, and training lost."""
     now = position = saved = lost = 0.0
     failures = [at for at, _ in trace]
     while now < horizon_s:
@@ -176,32 +176,32 @@ def naive(
 
 
 def test_the_quick_simulation_is_the_slow_one() -> None:
-    cost, horizon = LevelSaveCost("durable", 7.0, 0.0, 40.0), 200_000.0
+    cost, horizon = TierSaveCost("durable", 7.0, 0.0, 40.0), 200_000.0
     trace = draw_failure_trace({"site": 1e-3, "node": 1e-3}, horizon, 3)
     assert len(trace) > 300
     for every in (20.0, 110.0, 400.0):
-        told = simulate_run([LevelGroup((cost,))], [every], trace, horizon)
+        told = simulate_run([SaveGroup((cost,))], [every], trace, horizon)
         position, lost = naive(cost, every, trace, horizon)
         assert told.efficiency * horizon == pytest.approx(position, abs=every)
         assert told.lost_s == pytest.approx(lost, rel=1e-6)
 
 
-def test_what_is_lost_depends_on_the_level_that_survives() -> None:
-    tiers, every = [NEAR, DEEP], [100.0, 1000.0]
+def test_what_is_lost_depends_on_the_tier_that_survives() -> None:
+    groups, every = [NEAR, DEEP], [100.0, 1000.0]
     for kind, least, most in (("process", 0.0, 110.0), ("node", 0.0, 110.0), ("site", 0.0, 1110.0)):
-        told = simulate_run(tiers, every, [(50_930.0, kind)], 100_000.0)  # type: ignore[list-item]
+        told = simulate_run(groups, every, [(50_930.0, kind)], 100_000.0)  # type: ignore[list-item]
         assert least <= told.lost_s <= most, kind
         assert told.failures == 1
     kinds: tuple[FailureKind, ...] = ("process", "site", "storage")
-    lost = [simulate_run(tiers, every, [(50_930.0, kind)], 1e5).lost_s for kind in kinds]
+    lost = [simulate_run(groups, every, [(50_930.0, kind)], 1e5).lost_s for kind in kinds]
     assert lost == sorted(lost)
     assert lost[2] > 40_000, "nothing here survives that"
 
 
 def test_a_save_that_still_drains_does_not_help() -> None:
     slow = [
-        LevelGroup((LevelSaveCost("memory", 0.0, 0.0),)),
-        LevelGroup((LevelSaveCost("durable", 0.0, 90.0),)),
+        SaveGroup((TierSaveCost("memory", 0.0, 0.0),)),
+        SaveGroup((TierSaveCost("durable", 0.0, 90.0),)),
     ]
     # The save at 100 s is stored at 190 s.
     lost = {at: simulate_run(slow, [100.0, 100.0], [(at, "site")], 1000.0).lost_s for at in (180.0, 195.0)}
@@ -209,7 +209,7 @@ def test_a_save_that_still_drains_does_not_help() -> None:
 
 
 def test_saves_that_come_too_often_make_training_wait_or_are_left_out() -> None:
-    slow = [LevelGroup((LevelSaveCost("memory", 1.0, 1.0), LevelSaveCost("durable", 0.0, 99.0)))]
+    slow = [SaveGroup((TierSaveCost("memory", 1.0, 1.0), TierSaveCost("durable", 0.0, 99.0)))]
     wait = simulate_run(slow, [10.0], [], 100_000.0, slots=2, on_backlog="wait")
     skip = simulate_run(slow, [10.0], [], 100_000.0, slots=2, on_backlog="skip")
     assert wait.efficiency == pytest.approx(0.1, abs=0.01), (
@@ -218,7 +218,7 @@ def test_saves_that_come_too_often_make_training_wait_or_are_left_out() -> None:
     assert skip.efficiency > 0.98
 
 
-def test_what_a_failure_took_from_a_level_is_not_there_for_the_next_one() -> None:
+def test_what_a_failure_took_from_a_tier_is_not_there_for_the_next_one() -> None:
     every, after = [100.0, 1000.0], 50_930.0
     alone = simulate_run([NEAR, DEEP], every, [(after, "site")], 1e5).lost_s
     # Half a minute after the restart there is nothing in memory yet: the durable save again.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.flush.local_tier import LocalTier
-from hpcrun.checkpoint.levels import InventoryEntry
+from hpcrun.checkpoint.tier import InventoryEntry
 from hpcrun.errors import SiteError
 from tests.checkpoint.loads import load_of, stamp_of
 
@@ -19,12 +19,12 @@ def steps(found: list[InventoryEntry]) -> list[int]:
 
 
 def test_the_sealed_bytes_are_what_lies_there(tmp_path: Path) -> None:
-    station = LocalTier(str(tmp_path), "sweep/3", "n1")
+    tier = LocalTier(str(tmp_path), "sweep/3", "n1")
     load = load_of(2, (0, 1), 2, 0)
-    facts = station.store(load)
+    facts = tier.store(load)
     assert facts["path"].startswith(str(tmp_path / "sweep+3" / "n1" / "step-00000002."))
     (held,) = LocalTier(str(tmp_path), "sweep/3", "n1").holdings()
-    assert (held.stamp, held.level, held.node) == (load.stamp, "local", "n1")
+    assert (held.stamp, held.tier, held.node) == (load.stamp, "local", "n1")
     for one, sealed in zip(held.parts, load.parts, strict=True):
         assert one.at % 4096 == 0
         assert one.part == sealed.part
@@ -43,20 +43,20 @@ def test_variables_and_home_are_known_and_unknown_ones_refused(
 
 
 def test_what_is_let_go_is_gone_and_so_is_what_nobody_knows(tmp_path: Path) -> None:
-    station = LocalTier(str(tmp_path), "r", "n")
+    tier = LocalTier(str(tmp_path), "r", "n")
     for step in (2, 4, 6):
-        station.store(load_of(step, (0,), 1, 0))
-    (station.folder / "step-00000003.00ff.bin").write_bytes(b"x")
-    station.retain([stamp_of(step, 1).generation for step in (4, 6)])
-    assert steps(station.holdings()) == [4, 6]
-    assert len(list(station.folder.iterdir())) == 4
+        tier.store(load_of(step, (0,), 1, 0))
+    (tier.folder / "step-00000003.00ff.bin").write_bytes(b"x")
+    tier.retain([stamp_of(step, 1).generation for step in (4, 6)])
+    assert steps(tier.holdings()) == [4, 6]
+    assert len(list(tier.folder.iterdir())) == 4
 
 
 @pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "record"])
 def test_what_is_not_whole_is_not_held(tmp_path: Path, damage: str) -> None:
-    station = LocalTier(str(tmp_path), "r", "n")
-    station.store(load_of(2, (0,), 1, 0))
-    path = Path(station.store(load_of(4, (0,), 1, 0))["path"])
+    tier = LocalTier(str(tmp_path), "r", "n")
+    tier.store(load_of(2, (0,), 1, 0))
+    path = Path(tier.store(load_of(4, (0,), 1, 0))["path"])
     match damage:
         case "truncated":
             os.truncate(path, path.stat().st_size - 1)
@@ -67,13 +67,13 @@ def test_what_is_not_whole_is_not_held(tmp_path: Path, damage: str) -> None:
         case _:
             record = path.with_suffix(".json")
             record.write_text(record.read_text().replace('"position": 32', '"position": 33'))
-    assert steps(station.holdings()) == [2]
+    assert steps(tier.holdings()) == [2]
 
 
 def test_without_space_nothing_half_written_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    station = LocalTier(str(tmp_path), "r", "n")
-    station.store(load_of(2, (0, 1), 2, 0))
-    before = sorted(station.folder.iterdir())
+    tier = LocalTier(str(tmp_path), "r", "n")
+    tier.store(load_of(2, (0, 1), 2, 0))
+    before = sorted(tier.folder.iterdir())
     true, calls = os.pwrite, []
 
     def full(descriptor: int, data: bytes, position: int) -> int:
@@ -85,12 +85,12 @@ def test_without_space_nothing_half_written_is_left(tmp_path: Path, monkeypatch:
     with monkeypatch.context() as patched:
         patched.setattr(os, "pwrite", full)
         with pytest.raises(OSError, match="No space left"):
-            station.store(load_of(4, (0, 1), 2, 0))
-    assert sorted(station.folder.iterdir()) == before
-    (station.folder / "step-00000003.00ff.aside").write_bytes(b"of a killed worker")
-    station.store(load_of(6, (0, 1), 2, 0))
-    assert steps(station.holdings()) == [2, 6]
-    assert len(list(station.folder.iterdir())) == 4
+            tier.store(load_of(4, (0, 1), 2, 0))
+    assert sorted(tier.folder.iterdir()) == before
+    (tier.folder / "step-00000003.00ff.aside").write_bytes(b"of a killed worker")
+    tier.store(load_of(6, (0, 1), 2, 0))
+    assert steps(tier.holdings()) == [2, 6]
+    assert len(list(tier.folder.iterdir())) == 4
 
 
 def test_when_nothing_is_kept_the_folder_goes_too(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.checkpoint.levels import GenerationId, NodeShards, SealedPart
 from hpcrun.checkpoint.objects.catalogue import list_generation_copies
 from hpcrun.checkpoint.objects.download import find_copy_damages
 from hpcrun.checkpoint.objects.object_tier import ObjectTier
 from hpcrun.checkpoint.objects.open_store import open_object_store
 from hpcrun.checkpoint.objects.store import ObjectStore, RetryPolicy
+from hpcrun.checkpoint.tier import CheckpointId, NodeShards, SealedPart
 from hpcrun.errors import HpcrunError, SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint
@@ -96,7 +96,7 @@ def loads_of(saved: SavedCheckpoint, shares: Sequence[Sequence[int]]) -> list[No
     """What each node's worker has in memory of a save, by the numbers of its parts."""
     with GenerationReader(saved) as generation:
         parts = generation.manifest.parts
-    stamp = GenerationId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+    stamp = CheckpointId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
     loads = []
     for numbers in shares:
         sealed = []
@@ -109,7 +109,7 @@ def loads_of(saved: SavedCheckpoint, shares: Sequence[Sequence[int]]) -> list[No
     return loads
 
 
-def station(bucket: Bucket, checkpoints: Path, patience_s: float = 0.0, keep: int = 2) -> ObjectTier:
+def tier(bucket: Bucket, checkpoints: Path, patience_s: float = 0.0, keep: int = 2) -> ObjectTier:
     spec = ObjectSpec(url=bucket.url, endpoint=bucket.endpoint, keep=keep)
     return ObjectTier(spec, "run-1", checkpoints, patience_s=patience_s)
 
@@ -120,12 +120,12 @@ def test_each_node_sends_its_own_file_and_the_one_with_part_0_commits(
     saved = save(tmp_path, 16, files=2, ranks=4)
     first, second = loads_of(saved, [(0, 1), (2, 3)])
     with pytest.raises(SiteError, match=r"data-00001\.json is missing; its node has not sent all"):
-        station(bucket, tmp_path).store(first)
+        tier(bucket, tmp_path).store(first)
     assert list_generation_copies(s3, "run-1") == ([], [])
-    facts = station(bucket, tmp_path).store(second)
+    facts = tier(bucket, tmp_path).store(second)
     assert (facts["sent_objects"], "committed" in facts) == (1, False)
     assert list_generation_copies(s3, "run-1") == ([], [])
-    facts = station(bucket, tmp_path).store(first)
+    facts = tier(bucket, tmp_path).store(first)
     assert (facts["sent_objects"], facts["kept_objects"], facts["committed"]) == (0, 1, True)
     ((copy,), _) = list_generation_copies(s3, "run-1")
     assert find_copy_damages(s3, copy) == []
@@ -139,7 +139,7 @@ def test_a_save_that_is_not_in_the_run_directory_is_not_copied(bucket: Bucket, t
     (load,) = loads_of(saved, [(0, 1)])
     save(tmp_path / "b", 16)
     with pytest.raises(SiteError, match=f"has no save of step 16, generation {saved.generation}"):
-        station(bucket, tmp_path / "b").store(load)
+        tier(bucket, tmp_path / "b").store(load)
     assert bucket.all_keys() == []
 
 
@@ -147,10 +147,10 @@ def test_the_station_keeps_so_many_copies(s3: ObjectStore, bucket: Bucket, tmp_p
     removed = []
     for step in (1, 2, 3):
         (load,) = loads_of(save(tmp_path, step), [(0, 1)])
-        removed.append(station(bucket, tmp_path, keep=2).store(load)["removed_steps"])
+        removed.append(tier(bucket, tmp_path, keep=2).store(load)["removed_steps"])
     assert removed == [[], [], [1]]
     assert [copy.saved.step for copy in list_generation_copies(s3, "run-1")[0]] == [2, 3]
-    assert station(bucket, tmp_path).holdings() == ()
+    assert tier(bucket, tmp_path).holdings() == ()
 
 
 def test_a_file_that_was_cut_is_refused(bucket: Bucket, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_file_that_was_cut_is_refused(bucket: Bucket, tmp_path: Path) -> None:
     (load,) = loads_of(saved, [(0, 1)])
     os.truncate(saved.path / "data-00000.bin", 100)
     with pytest.raises(SiteError, match=r"data-00000.bin: 100 bytes are at hand, the record has"):
-        station(bucket, tmp_path).store(load)
+        tier(bucket, tmp_path).store(load)
     assert bucket.all_keys() == []
 
 

@@ -80,7 +80,7 @@ def check_round_trip(
     done = send(store, saved)
     assert (done.sent_objects, done.kept_objects) == (sent, 0)
     copy = only_copy(store)
-    assert (copy.problem, copy.saved.level, copy.saved.generation) == (None, "object", saved.generation)
+    assert (copy.problem, copy.saved.tier, copy.saved.generation) == (None, "object", saved.generation)
     assert find_copy_damages(store, copy) == []
     assert find_whole_save(copy, elsewhere) is None
     home = download_copy(store, copy, elsewhere)

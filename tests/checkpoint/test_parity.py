@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import InventoryEntry, NodeShards
 from hpcrun.checkpoint.parity.erasure import encode_stripe
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
 from hpcrun.checkpoint.restore.decide import decide_restore
 from hpcrun.checkpoint.restore_plan import RebuildOrder
+from hpcrun.checkpoint.tier import InventoryEntry, NodeShards
 from hpcrun.errors import SiteError
 from tests.checkpoint.nodes import Node, Nodes, flip, with_stamp
 
@@ -78,7 +78,7 @@ def test_any_loss_that_is_promised_is_made_good(make: Make, ranks: tuple[int, ..
     for dead in itertools.combinations(range(len(ranks)), parity):
         where = next(node for number, node in enumerate(nodes.every) if number not in dead)
         made = again(nodes, dead, loads, where)
-        found = [part for one in where.held() for part in one.parts if one.level == "parity"]
+        found = [part for one in where.held() for part in one.parts if one.tier == "parity"]
         assert sorted(found, key=lambda part: part.number) == list(made.parts), "known to the next worker"
         for path in where.folder.glob("rebuilt-*"):
             path.unlink()
@@ -216,12 +216,12 @@ def test_retain_lets_go_of_the_others(make: Make) -> None:
     for step in (3, 4):
         for told in nodes.store(nodes.loads(step, (1, 1))):
             told.result()
-    station = nodes.every[0].tier
-    assert station is not None
-    old, new = station.holdings()
+    tier = nodes.every[0].tier
+    assert tier is not None
+    old, new = tier.holdings()
     again(nodes, (1,), nodes.loads(3, (1, 1)), nodes.every[0])
-    station.retain([new.stamp.generation])
-    assert station.holdings() == [new]
+    tier.retain([new.stamp.generation])
+    assert tier.holdings() == [new]
     assert sorted(path.name for path in nodes.every[0].folder.glob("*-*")) == sorted(
         [f"parity-{new.stamp.generation}.bin", f"parity-{new.stamp.generation}.json", *_slots(nodes.every[0])]
     )
@@ -306,7 +306,7 @@ def test_a_replacement_that_was_in_no_set_can_make_the_lost_part(make: Make, tmp
     spare.join([*nodes.every, spare], 1)
     nodes.every.append(spare)
     made = again(nodes, (1,), loads, spare)
-    assert (made.node, made.level, made in spare.held()) == ("spare", "parity", True)
+    assert (made.node, made.tier, made in spare.held()) == ("spare", "parity", True)
 
 
 def test_who_does_not_know_the_secret_gets_no_parity(make: Make, tmp_path: Path) -> None:

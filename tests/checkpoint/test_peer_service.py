@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.levels import InventoryEntry, parse_inventory_entry
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.restore.decide import decide_restore
 from hpcrun.checkpoint.restore_plan import RestorePlan
+from hpcrun.checkpoint.tier import InventoryEntry, parse_inventory_entry
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.nodes import flip
 from tests.checkpoint.workers import Host, Rank, ranks_of
@@ -104,23 +104,23 @@ def three(root: Path) -> Iterator[Neighbours]:
         host.kill()
 
 
-def save_all(ranks: list[Rank], step: int, levels: tuple[str, ...] = ("parity",), **more: Any) -> None:
+def save_all(ranks: list[Rank], step: int, tiers: tuple[str, ...] = ("parity",), **more: Any) -> None:
     for rank in ranks:
-        rank.save(step, levels, **more)
+        rank.save(step, tiers, **more)
     for rank in ranks:
         rank.wait("part_sealed")
-        for level in levels:
-            rank.wait("store_result", level=level)
+        for tier in tiers:
+            rank.wait("store_result", tier=tier)
 
 
 def test_a_lost_node_s_parts_are_made_again_by_another(three: Neighbours) -> None:
-    assert all(one["levels"] == ["memory", "parity", "durable"] for one in three.ready.values())
+    assert all(one["tiers"] == ["memory", "parity", "durable"] for one in three.ready.values())
     ranks = three.ranks(2)
     save_all(ranks, 2)
     save_all(ranks, 4, published=2)
     told = three.hosts["a"].wait("store_result")
     assert (told["problem"], told["facts"]["set"]) == (None, ["a", "b", "c"])
-    (held,) = [one for one in three.holdings() if (one.level, one.node, one.stamp.step) == ("memory", "b", 4)]
+    (held,) = [one for one in three.holdings() if (one.tier, one.node, one.stamp.step) == ("memory", "b", 4)]
     lost = {one.number: one for one in held.parts}
     bytes_of = {n: Path(one.path).read_bytes()[: one.part.size_bytes] for n, one in lost.items()}
     three.lose("b")
@@ -145,13 +145,13 @@ def test_a_worker_that_died_comes_back_and_keeps_what_it_had(three: Neighbours) 
     three.hosts["b"].kill()
     three.hosts["b"] = Host(three.root, three.run, "b")
     three.configure()
-    assert {(one.level, one.node) for one in three.holdings()} == {
-        (level, node) for level in ("memory", "parity") for node in "abc"
+    assert {(one.tier, one.node) for one in three.holdings()} == {
+        (tier, node) for tier in ("memory", "parity") for node in "abc"
     }
     for rank in ranks:
         rank.close()
     save_all(three.ranks(1), 4)
-    assert {one.stamp.step for one in three.holdings() if one.level == "parity"} == {2, 4}
+    assert {one.stamp.step for one in three.holdings() if one.tier == "parity"} == {2, 4}
 
 
 def test_the_same_attempt_goes_on_undisturbed_when_all_are_told_anew(three: Neighbours) -> None:
@@ -162,7 +162,7 @@ def test_the_same_attempt_goes_on_undisturbed_when_all_are_told_anew(three: Neig
     three.configure()
     ranks[2].save(2, ["parity"])
     for rank in ranks:
-        rank.wait("store_result", level="parity")
+        rank.wait("store_result", tier="parity")
 
 
 def test_without_one_of_its_members_a_set_has_nothing_and_says_who(three: Neighbours) -> None:
@@ -174,9 +174,9 @@ def test_without_one_of_its_members_a_set_has_nothing_and_says_who(three: Neighb
         three.hosts[name].wait("generation_sealed")
     three.configure(attempt=2)
     for name in "ab":
-        told = three.hosts[name].wait("store_result", level="parity")
+        told = three.hosts[name].wait("store_result", tier="parity")
         assert told["problem"], told
-    assert not [one for one in three.holdings() if one.level == "parity"]
+    assert not [one for one in three.holdings() if one.tier == "parity"]
 
 
 def test_where_no_secret_was_told_nobody_listens(root: Path) -> None:
@@ -202,7 +202,7 @@ def test_an_order_that_makes_no_sense_is_answered(three: Neighbours) -> None:
 def test_what_is_damaged_in_memory_is_found_when_it_is_doubted_and_made_again(three: Neighbours) -> None:
     ranks = three.ranks(2)
     save_all(ranks, 2)
-    (held,) = [one for one in three.holdings() if (one.level, one.node) == ("memory", "b")]
+    (held,) = [one for one in three.holdings() if (one.tier, one.node) == ("memory", "b")]
     bad, good = held.parts
     whole = Path(bad.path).read_bytes()[: bad.part.size_bytes]
     flip(bad.path, 200)
@@ -212,7 +212,7 @@ def test_what_is_damaged_in_memory_is_found_when_it_is_doubted_and_made_again(th
         told = [parse_inventory_entry(one) for one in host.wait("worker_inventory", id=9)["holdings"]]
         if host.node == "b":
             assert "damaged, and left out: " in host.wait("worker_log")["text"]
-            assert [one.parts for one in told if one.level == "memory"] == [(good,)]
+            assert [one.parts for one in told if one.tier == "memory"] == [(good,)]
     # From now on it is told to nobody, as if it were not there.
     plan = three.plan()
     assert plan.stamp == held.stamp

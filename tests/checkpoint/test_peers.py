@@ -17,7 +17,6 @@ from xxhash import xxh3_64_intdigest
 
 from hpcrun import __version__
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.parity.peers import (
     PartServer,
     PeerClient,
@@ -26,6 +25,7 @@ from hpcrun.checkpoint.parity.peers import (
     PeerReply,
     PeerServer,
 )
+from hpcrun.checkpoint.tier import CheckpointId, HeldPart, InventoryEntry, TierName
 from hpcrun.messages import authentication, frames, lines
 from hpcrun.messages.authentication import HANDSHAKE_S, Handshake, fresh_nonce
 from hpcrun.messages.frames import FRAME_BYTES, FramedConnection, RateLimiter
@@ -47,7 +47,7 @@ def server(tmp_path: Path) -> Iterator[PeerServer]:
     path.write_bytes(b"x" * 100 + CONTENT)
     part = Part(0, 0, len(CONTENT), 64, 64, "0" * 16)
     holding = InventoryEntry(
-        GenerationId(GENERATION, 3, 24, 2, 1), "memory", "n1", (HeldPart(0, str(path), 100, part),)
+        CheckpointId(GENERATION, 3, 24, 2, 1), "memory", "n1", (HeldPart(0, str(path), 100, part),)
     )
     PartServer(server, lambda: [holding])
     server.on("echo", lambda request: PeerReply({"said": request["word"]}))
@@ -333,15 +333,15 @@ def test_no_more_bytes_a_second_than_allowed_are_sent(
     assert slept == pytest.approx([0.5] * 4)
 
 
-def test_the_quickest_level_that_still_has_a_part_is_read(tmp_path: Path) -> None:
+def test_the_quickest_tier_that_still_has_a_part_is_read(tmp_path: Path) -> None:
     server = PeerServer(HERE, who("n1"))
     held = []
-    levels: tuple[CheckpointLevel, ...] = ("local", "memory")
-    for level in levels:
-        path = tmp_path / level
-        path.write_bytes(level.encode().ljust(64))
+    tiers: tuple[TierName, ...] = ("local", "memory")
+    for tier in tiers:
+        path = tmp_path / tier
+        path.write_bytes(tier.encode().ljust(64))
         one = HeldPart(0, str(path), 0, Part(0, 0, 64, 0, 0, ""))
-        held.append(InventoryEntry(GenerationId(GENERATION, 3, 24, 1, 1), level, "n1", (one,)))
+        held.append(InventoryEntry(CheckpointId(GENERATION, 3, 24, 1, 1), tier, "n1", (one,)))
     PartServer(server, lambda: held)
     into = memoryview(bytearray(64))
     try:

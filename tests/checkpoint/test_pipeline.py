@@ -1,4 +1,4 @@
-"""The way of a save through the stations: order, what fails on it, what is left behind, what is kept."""
+"""The way of a save through the tiers: order, what fails on it, what is left behind, what is kept."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hpcrun.checkpoint.flush.arena import Arena, make_arena_folder
 from hpcrun.checkpoint.flush.pipeline import FlushPipeline
 from hpcrun.checkpoint.flush.rank_requests import RankRequestHandler
 from hpcrun.checkpoint.flush.throttle import Throttle
-from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry, NodeShards, Tier
 from hpcrun.checkpoint.policy.shm_capacity import ShmCapacity
+from hpcrun.checkpoint.tier import CheckpointId, HeldPart, InventoryEntry, NodeShards, Tier, TierName
 from hpcrun.checkpoint.worker_messages import RANK_REQUESTS
 from hpcrun.errors import SiteError
 from hpcrun.typed_json import render_typed
@@ -26,10 +26,10 @@ from tests.checkpoint.loads import fill, plans_of, stamp_of
 
 
 class Slow:
-    """A station that stores when it is told to, and remembers everything."""
+    """A tier that stores when it is told to, and remembers everything."""
 
-    def __init__(self, level: CheckpointLevel) -> None:
-        self.level = level
+    def __init__(self, name: TierName) -> None:
+        self.name = name
         self.gate = threading.Event()
         self.gate.set()
         self.begun: list[int] = []
@@ -46,24 +46,24 @@ class Slow:
         return {}
 
     def memory_bytes(self, block_bytes: int) -> int:
-        return block_bytes if self.level == "parity" else 0
+        return block_bytes if self.name == "parity" else 0
 
-    def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
+    def abandon(self, stamp: CheckpointId, numbers: Sequence[int], why: str) -> None:
         self.abandoned.append((stamp.step, list(numbers), why))
 
     def holdings(self) -> list[InventoryEntry]:
-        if self.level in ("durable", "object"):
+        if self.name in ("durable", "object"):
             return []
         parts = [
             tuple(HeldPart(part.number, "", 0, part.part) for part in load.parts) for load in self.stored
         ]
         return [
-            InventoryEntry(load.stamp, self.level, "n", held)
+            InventoryEntry(load.stamp, self.name, "n", held)
             for load, held in zip(self.stored, parts, strict=True)
         ]
 
     def retain(self, generations: Collection[str]) -> None:
-        if self.level != "durable":  # which goes by what the job says
+        if self.name != "durable":  # which goes by what the job says
             self.stored = [load for load in self.stored if load.stamp.generation in generations]
 
 
@@ -76,9 +76,7 @@ class Node:
     """A worker without its process: two ranks, a desk and a drain."""
 
     def __init__(self, tmp_path: Path, slots: int = 2) -> None:
-        self.stations: dict[CheckpointLevel, Slow] = {
-            level: Slow(level) for level in ("local", "parity", "durable")
-        }
+        self.tiers: dict[TierName, Slow] = {name: Slow(name) for name in ("local", "parity", "durable")}
         self.host: list[dict[str, Any]] = []
         self.heard: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
         self.sends = {rank: keep_in(messages) for rank, messages in self.heard.items()}
@@ -94,9 +92,9 @@ class Node:
             self.ask(rank, kind="reserve_slots", size_bytes=plan.layout.size_bytes, slots=slots, ranks=[0, 1])
 
     def configure(self, attempt: int) -> None:
-        stations: dict[CheckpointLevel, Tier] = dict(self.stations.items())
+        tiers: dict[TierName, Tier] = dict(self.tiers.items())
         self.hurry = threading.Event() if attempt > 1 else self.hurry
-        self.pipeline.configure(stations, {"object": "no such store"}, self.checkpoints, self.hurry)
+        self.pipeline.configure(tiers, {"object": "no such store"}, self.checkpoints, self.hurry)
         self.desk.open(self.pipeline, attempt)
 
     def ask(self, rank: int, **message: Any) -> None:
@@ -109,19 +107,19 @@ class Node:
         self.ask(rank, kind="claim_slot", generation=stamp_of(step, 2).generation, published=before)
         return self.heard[rank][-1]
 
-    def fill(self, rank: int, step: int, levels: Sequence[str], slot: int) -> None:
+    def fill(self, rank: int, step: int, tiers: Sequence[str], slot: int) -> None:
         pieces, plan = self.plans[rank]
         image = self.pipeline.arena.slots[rank][slot].image(plan.layout.size_bytes)
         fill(image, plan, [content_of(piece, step) for piece in pieces])
         self.ask(
-            rank, kind="slot_filled", slot=slot, key=1, stamp=asdict(stamp_of(step, 2)), levels=list(levels)
+            rank, kind="slot_filled", slot=slot, key=1, stamp=asdict(stamp_of(step, 2)), tiers=list(tiers)
         )
 
-    def save(self, step: int, levels: Sequence[str], published: int | None = None) -> None:
+    def save(self, step: int, tiers: Sequence[str], published: int | None = None) -> None:
         for rank in (0, 1):
             claimed = self.claim(rank, step, published)
             assert claimed["kind"] == "slot_claimed", claimed
-            self.fill(rank, step, levels, claimed["slot"])
+            self.fill(rank, step, tiers, claimed["slot"])
 
     def until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 20
@@ -135,15 +133,15 @@ class Node:
 
     def until_stored(self, count: int) -> list[tuple[int, str, str | None]]:
         self.until(lambda: len(self.told("store_result")) == count)
-        return [(one["stamp"]["step"], one["level"], one["problem"]) for one in self.told("store_result")]
+        return [(one["stamp"]["step"], one["tier"], one["problem"]) for one in self.told("store_result")]
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
     node = Node(tmp_path)
     yield node
-    for station in node.stations.values():
-        station.gate.set()
+    for tier in node.tiers.values():
+        tier.gate.set()
     node.pipeline.close()
 
 
@@ -174,7 +172,7 @@ def test_the_worker_spares_training_until_somebody_waits(node: Node) -> None:
         )
 
 
-def test_level_after_level_and_save_after_save(node: Node) -> None:
+def test_tier_after_tier_and_save_after_save(node: Node) -> None:
     node.save(2, ["durable", "parity", "local"])
     node.save(4, ["durable"])
     assert node.until_stored(4) == [
@@ -183,7 +181,7 @@ def test_level_after_level_and_save_after_save(node: Node) -> None:
         (2, "durable", None),
         (4, "durable", None),
     ]
-    (load, _) = node.stations["durable"].stored
+    (load, _) = node.tiers["durable"].stored
     assert [one.number for one in load.parts] == [0, 1]
     assert [one["stamp"]["step"] for one in node.told("generation_sealed")] == [2, 4]
     for rank in (0, 1):
@@ -192,8 +190,8 @@ def test_level_after_level_and_save_after_save(node: Node) -> None:
         assert kinds.count("store_result") == 4
 
 
-def test_one_level_that_fails_does_not_stop_the_next(node: Node) -> None:
-    node.stations["parity"].problem = "a peer does not answer"
+def test_one_tier_that_fails_does_not_stop_the_next(node: Node) -> None:
+    node.tiers["parity"].problem = "a peer does not answer"
     node.save(2, ["local", "parity", "durable", "object"])
     assert node.until_stored(4) == [
         (2, "local", None),
@@ -202,28 +200,28 @@ def test_one_level_that_fails_does_not_stop_the_next(node: Node) -> None:
         (2, "object", "no such store"),
     ]
     failed = [one for one in node.heard[1] if one["kind"] == "save_failed"]
-    assert [(one["level"], one["why"]) for one in failed] == [
+    assert [(one["tier"], one["why"]) for one in failed] == [
         ("parity", "a peer does not answer"),
         ("object", "no such store"),
     ]
 
 
 def test_a_slot_stays_as_it_is_while_it_is_on_its_way(node: Node) -> None:
-    node.stations["durable"].gate.clear()
+    node.tiers["durable"].gate.clear()
     node.save(2, ["durable"])
     node.save(4, ["durable"], published=2)
     node.until(lambda: len(node.told("generation_sealed")) == 2)
     busy = node.claim(0, 6, published=4)
     assert busy["kind"] == "slots_busy"
-    assert busy["why"].count("is on its way to the next level") == 2
-    node.stations["durable"].gate.set()
+    assert busy["why"].count("is on its way to the next tier") == 2
+    node.tiers["durable"].gate.set()
     node.until_stored(2)
     node.until(lambda: not any(slot.in_flight for slot in node.pipeline.arena.every()))
     assert node.claim(0, 6, published=4)["kind"] == "slot_claimed"
 
 
 def test_the_oldest_is_left_behind_once_for_a_save_that_found_no_slot(node: Node) -> None:
-    local, parity, durable = node.stations.values()
+    local, parity, durable = node.tiers.values()
     local.gate.clear()
     node.save(2, ["local", "durable"])
     node.save(4, ["local", "parity", "durable"], published=2)
@@ -254,11 +252,11 @@ def test_a_generation_that_one_rank_has_no_part_of_goes_nowhere(node: Node) -> N
     assert node.claim(1, 2)["kind"] == "slot_claimed"
     node.fill(0, 2, ["durable"], 0)
     node.desk.leave(1, node.sends[1])
-    node.until(lambda: bool(node.stations["durable"].abandoned))
-    assert node.stations["durable"].abandoned == [(2, [0, 1], "rank 1 is gone")]
+    node.until(lambda: bool(node.tiers["durable"].abandoned))
+    assert node.tiers["durable"].abandoned == [(2, [0, 1], "rank 1 is gone")]
     node.until(lambda: not any(slot.in_flight for slot in node.pipeline.arena.every()))
     assert node.heard[0][-1]["kind"] in ("save_failed", "part_sealed")
-    assert node.stations["durable"].stored == []
+    assert node.tiers["durable"].stored == []
     node.ask(1, kind="plan_slot", key=1, pieces=[list(p) for p in node.plans[1][0]], file=0, start=0)
     assert node.claim(1, 2)["kind"] == "slot_claimed"
     node.fill(1, 2, ["durable"], 0)
@@ -266,7 +264,7 @@ def test_a_generation_that_one_rank_has_no_part_of_goes_nowhere(node: Node) -> N
 
 
 def test_each_node_keeps_the_published_state_and_what_is_newer(node: Node) -> None:
-    local = node.stations["local"]
+    local = node.tiers["local"]
     for step, published in ((2, None), (4, 2), (6, 2), (8, 2), (10, 8)):
         node.save(step, ["local"], published)
         node.until(lambda step=step: len(node.told("store_result")) == step // 2)  # type: ignore[misc]
@@ -275,7 +273,7 @@ def test_each_node_keeps_the_published_state_and_what_is_newer(node: Node) -> No
 
 
 def test_the_next_attempt_does_not_wait_for_the_last(node: Node) -> None:
-    durable = node.stations["durable"]
+    durable = node.tiers["durable"]
     durable.gate.clear()
     node.save(2, ["durable", "object"])
     node.until(lambda: durable.begun == [2])
@@ -287,13 +285,13 @@ def test_the_next_attempt_does_not_wait_for_the_last(node: Node) -> None:
 
 
 def test_the_end_comes_after_what_has_begun(node: Node) -> None:
-    local = node.stations["local"]
+    local = node.tiers["local"]
     local.gate.clear()
     node.save(2, ["local", "durable"])
     node.until(lambda: local.begun == [2])
     threading.Timer(0.05, local.gate.set).start()
     node.pipeline.close()
-    assert [(one["level"], one["problem"]) for one in node.told("store_result")] == [
+    assert [(one["tier"], one["problem"]) for one in node.told("store_result")] == [
         ("local", None),
         ("durable", "the worker ends"),
     ]
@@ -323,7 +321,7 @@ def test_slots_leave_the_room_that_a_station_takes_of_the_memory(
 
 def test_what_is_let_go_of_is_gone_when_the_worker_ends_meanwhile(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    local, durable = node.stations["local"], node.stations["durable"]
+    local, durable = node.tiers["local"], node.tiers["durable"]
     node.save(2, ["local"])
     assert len(node.until_stored(1)) == 1
     durable.gate.clear()
@@ -340,18 +338,18 @@ def test_a_worker_may_end_while_a_part_is_being_sealed(tmp_path: Path) -> None:
     node.save(2, ["local"])
     node.pipeline.close()
     # What was begun comes to its end, and nothing is half done.
-    assert node.stations["local"].begun in ([], [2])
+    assert node.tiers["local"].begun in ([], [2])
     assert all(slot.state in ("filled", "sealed") for slot in node.pipeline.arena.every() if slot.generation)
 
 
 def test_what_did_not_get_to_the_run_directory_is_not_waited_for_to_be_copied(node: Node) -> None:
-    durable, objects = node.stations["durable"], Slow("object")
-    node.stations["object"] = objects
+    durable, objects = node.tiers["durable"], Slow("object")
+    node.tiers["object"] = objects
     node.configure(1)
     durable.problem = "no space left"
     node.save(1, ["durable", "object"])
     told = node.until_stored(2)
-    assert [level for _, level, problem in told if problem] == ["durable", "object"]
+    assert [tier for _, tier, problem in told if problem] == ["durable", "object"]
     assert objects.begun == []
     durable.problem = None
     node.save(2, ["durable", "object"])
@@ -362,19 +360,17 @@ def test_what_did_not_get_to_the_run_directory_is_not_waited_for_to_be_copied(no
 def test_a_slow_object_store_keeps_no_save_waiting(node: Node) -> None:
     objects = Slow("object")
     objects.gate.clear()
-    node.stations["object"] = objects
+    node.tiers["object"] = objects
     node.configure(1)
     for step in (1, 2, 3, 4):
         node.save(step, ["durable", "object"], published=step - 1 or None)
-        node.until(lambda: node.stations["durable"].begun == list(range(1, step + 1)))  # noqa: B023
+        node.until(lambda: node.tiers["durable"].begun == list(range(1, step + 1)))  # noqa: B023
         node.until(lambda: not node.pipeline._transfers)
     assert objects.begun == [1]
     objects.gate.set()
     node.until(lambda: not node.pipeline._copies)
     told = [
-        (one["stamp"]["step"], one["problem"])
-        for one in node.told("store_result")
-        if one["level"] == "object"
+        (one["stamp"]["step"], one["problem"]) for one in node.told("store_result") if one["tier"] == "object"
     ]
     left = "left out: a newer copy is due"
     assert told == [(1, None), (2, left), (3, left), (4, None)]

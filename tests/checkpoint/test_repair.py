@@ -16,11 +16,11 @@ from hpcrun.checkpoint.flush.durable_tier import DurableTier
 from hpcrun.checkpoint.flush.local_tier import LocalTier
 from hpcrun.checkpoint.format import HEADER_BYTES, MANIFEST_NAME
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry, NodeShards, SealedPart
 from hpcrun.checkpoint.part_record import PartRecord, render_part_record
 from hpcrun.checkpoint.restore.outside_copies import find_local_inventory, rebuild_parts_locally
 from hpcrun.checkpoint.restore.repair import RepairReport, find_repair_candidates, repair_generation
 from hpcrun.checkpoint.restore.sources import DirectoryCopy, NodeCopy
+from hpcrun.checkpoint.tier import CheckpointId, HeldPart, InventoryEntry, NodeShards, SealedPart
 from hpcrun.checkpoint.verify import find_generation_damages
 from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints, resumable_checkpoints
 from tests.checkpoint.generations import save
@@ -129,7 +129,7 @@ def held(saved: SavedCheckpoint, number: int, path: Path, at: int = 0) -> Invent
         part = generation.manifest.parts[number]
     data = (saved.path / f"data-{part.file:05d}.bin").read_bytes()
     path.write_bytes(bytes(at) + data[part.start : part.start + part.size_bytes] + b"more")
-    stamp = GenerationId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
+    stamp = CheckpointId(saved.generation, saved.step, saved.position, saved.world_size, saved.attempt)
     return InventoryEntry(stamp, "local", f"node{number}", (HeldPart(number, str(path), at, part),))
 
 
@@ -151,7 +151,7 @@ def test_what_nodes_keep_is_found_in_memory_and_on_disks(tmp_path: Path) -> None
     saved = save(tmp_path / "run", 4, files=2)
     with GenerationReader(saved) as generation:
         parts = generation.manifest.parts
-    stamp = GenerationId(saved.generation, 4, 32, 2, 1)
+    stamp = CheckpointId(saved.generation, 4, 32, 2, 1)
     for number, part in enumerate(parts):
         data = (saved.path / f"data-{part.file:05d}.bin").read_bytes()
         image = memoryview(data)[part.start : part.start + part.size_bytes]
@@ -162,7 +162,7 @@ def test_what_nodes_keep_is_found_in_memory_and_on_disks(tmp_path: Path) -> None
     slot.write_bytes((saved.path / "data-00000.bin").read_bytes())
     slot.with_suffix(".json").write_text(render_part_record(PartRecord(stamp, 0, parts[0])))
     found = find_local_inventory("sweep/1", str(tmp_path / "disk"), tmp_path)
-    assert [(one.level, one.node) for one in found] == [
+    assert [(one.tier, one.node) for one in found] == [
         ("memory", "node0"),
         ("local", "node0"),
         ("local", "node1"),
@@ -181,8 +181,8 @@ def save_with_parity(root: Path, count: int = 3) -> tuple[SavedCheckpoint, list[
     """A save of a rank on each node, and what is seen here of the nodes' memory: parity alone."""
     nodes = Nodes(locate_arena(root, "run-1", ""), count, 1)
     loads = nodes.loads(4, [1] * count)
-    stations = [DurableTier(root / "checkpoints", keep=2) for _ in loads]
-    stored = [nodes.pool.submit(one.store, load) for one, load in zip(stations, loads, strict=True)]
+    tiers = [DurableTier(root / "checkpoints", keep=2) for _ in loads]
+    stored = [nodes.pool.submit(one.store, load) for one, load in zip(tiers, loads, strict=True)]
     for one in [*nodes.store(loads), *stored]:
         one.result()
     nodes.close()
@@ -192,7 +192,7 @@ def save_with_parity(root: Path, count: int = 3) -> tuple[SavedCheckpoint, list[
 
 def test_what_is_nowhere_whole_is_made_again_from_parity(tmp_path: Path) -> None:
     saved, held = save_with_parity(tmp_path)
-    assert {(one.level, one.node, len(one.parts)) for one in held} == {
+    assert {(one.tier, one.node, len(one.parts)) for one in held} == {
         ("parity", f"n{n}", 0) for n in range(3)
     }
     before = snapshot(saved.path)

@@ -16,11 +16,11 @@ import pytest
 from hpcrun.checkpoint.flush.arena import Arena, make_arena_folder
 from hpcrun.checkpoint.flush.spare_replicas import SpareReplicaStore, is_spare_replica, list_spare_replicas
 from hpcrun.checkpoint.format import PART_ALIGN, align_size
-from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, NodeShards
 from hpcrun.checkpoint.parity.peers import PeerError
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.policy.shm_capacity import ShmCapacity
 from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
+from hpcrun.checkpoint.tier import CheckpointId, InventoryEntry, NodeShards
 from hpcrun.checkpoint.worker_messages import CopyParts, PartsCopied
 from hpcrun.errors import SiteError
 from hpcrun.typed_json import render_typed
@@ -49,11 +49,11 @@ def ranks_on(four: Neighbours, names: str = "abc", each: int = 2) -> list[Rank]:
     return found
 
 
-def order(host: Host, stamp: GenerationId, nodes: str, number: int = 1) -> None:
+def order(host: Host, stamp: CheckpointId, nodes: str, number: int = 1) -> None:
     host.say(kind="copy_parts", id=number, stamp=asdict(stamp), nodes=list(nodes))
 
 
-def copied(host: Host, stamp: GenerationId, nodes: str, number: int = 1) -> dict[str, Any]:
+def copied(host: Host, stamp: CheckpointId, nodes: str, number: int = 1) -> dict[str, Any]:
     order(host, stamp, nodes, number)
     return host.wait("parts_copied", id=number)
 
@@ -73,7 +73,7 @@ def test_what_a_lost_node_had_is_gone_on_from_out_of_a_spare_s_memory(four: Neig
         one.part.size_bytes for holding in of_spare(four) for one in holding.parts
     )
     (held,) = of_spare(four)
-    assert (held.stamp, held.level, [one.number for one in held.parts]) == (
+    assert (held.stamp, held.tier, [one.number for one in held.parts]) == (
         lost.stamp,
         "memory",
         [2, 3, 4, 5],
@@ -81,7 +81,7 @@ def test_what_a_lost_node_had_is_gone_on_from_out_of_a_spare_s_memory(four: Neig
     four.lose("b")
     four.configure(attempt=2)
     plan = four.plan()
-    assert (plan.stamp, plan.levels, plan.rebuilds) == (lost.stamp, ("memory",), ())
+    assert (plan.stamp, plan.tiers, plan.rebuilds) == (lost.stamp, ("memory",), ())
     for source in plan.sources:
         if source.number in bytes_of:
             assert source.node == "s"
@@ -123,7 +123,7 @@ def test_a_node_that_stores_a_save_is_not_read_from_until_it_has(tmp_path: Path)
         for rank in ranks[1:]:
             rank.save(4, ("parity",), published=2)
         for rank in ranks:
-            rank.wait("store_result", level="parity")
+            rank.wait("store_result", tier="parity")
         assert four.hosts["s"].wait("parts_copied")["nodes"] == ["b", "a"]
         assert [one.number for holding in of_spare(four) for one in holding.parts] == [0, 1]
 
@@ -204,7 +204,7 @@ class Others:
         self.after_read: Callable[[str], None] = lambda node: None
         self.calm: Iterator[bool] = iter(lambda: True, False)
 
-    def have(self, step: int, nodes: str) -> GenerationId:
+    def have(self, step: int, nodes: str) -> CheckpointId:
         for number, node in enumerate(nodes):
             load = load_of(step, [number], len(nodes), number)
             self.loads[node, load.stamp.generation] = load
@@ -245,7 +245,7 @@ class Spare:
         used = sum(align_size(path.stat().st_size, PART_ALIGN) for path in folder.glob("*.bin*"))
         return ShmCapacity(self.size_bytes - used, "so much there is")
 
-    def copy(self, stamp: GenerationId, nodes: str) -> dict[str, Any]:
+    def copy(self, stamp: CheckpointId, nodes: str) -> dict[str, Any]:
         self.guests.obey(CopyParts(stamp.step, stamp, tuple(nodes)), self.others, 0.0)
         told: dict[str, Any] = json.loads(render_typed(self.said.get(timeout=20)))
         return told
@@ -257,7 +257,7 @@ class Spare:
         return [(one.stamp.step, [part.number for part in one.parts]) for one in found]
 
 
-def size_of(stamp: GenerationId, others: Others, nodes: str) -> int:
+def size_of(stamp: CheckpointId, others: Others, nodes: str) -> int:
     """What the shares of nodes take."""
     loads = [others.loads[node, stamp.generation] for node in nodes]
     return sum(align_size(one.part.size_bytes, PART_ALIGN) for load in loads for one in load.parts)

@@ -385,7 +385,7 @@ def test_every_command_line_that_is_given_is_legal(
     assert warned == []
 
 
-def station(lustre: Emulated, **options: Any) -> DurableTier:
+def tier(lustre: Emulated, **options: Any) -> DurableTier:
     """The durable level on the emulated Lustre, every file striped."""
     spec = DurableSpec(keep_default_below="0")
     place = CheckpointStorage(lustre.mount / "checkpoints", spec, mountinfo=lustre.mountinfo)
@@ -399,7 +399,7 @@ def station(lustre: Emulated, **options: Any) -> DurableTier:
 
 @pytest.mark.parametrize("direct", [False, True])
 def test_a_committed_save_tells_the_layout_of_its_files(lustre: Emulated, direct: bool) -> None:
-    facts = station(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
+    facts = tier(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
     (saved,) = resumable_checkpoints(lustre.mount / "checkpoints")
     told = GenerationReader(saved).manifest.layout["data-00000.bin"]
     assert told["asked"] == ["-c", "1", "-S", "4M", "-i", "-1"]
@@ -412,7 +412,7 @@ def test_of_a_progressive_layout_what_the_file_has_grown_into_is_told(lustre: Em
     lustre.set(default=[RAID0 | {"end": 4096}, RAID0 | {"end": 1 << 30, "stripes": 2}, RAID0])
     place = CheckpointStorage(lustre.mount, DurableSpec(), mountinfo=lustre.mountinfo)
     hooks: dict[str, Any] = {"prepare_file": place.prepare_file, "layout_facts": place.layout_facts}
-    station(lustre, **hooks).store(load_of(2, range(2), 2, 0))
+    tier(lustre, **hooks).store(load_of(2, range(2), 2, 0))
     (saved,) = resumable_checkpoints(lustre.mount / "checkpoints")
     told = GenerationReader(saved).manifest.layout["data-00000.bin"]
     assert [one["osts"] for one in told["layout"]] == [[0], [1, 2], []]
@@ -434,7 +434,7 @@ def test_an_ost_that_is_full_in_the_middle_of_a_save_is_left_for_another(
         return real(descriptor, data, position)
 
     monkeypatch.setattr(os, "pwrite", full)
-    station(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
+    tier(lustre, direct=direct).store(load_of(2, range(2), 2, 0))
     (saved,) = resumable_checkpoints(lustre.mount / "checkpoints")
     told = GenerationReader(saved).manifest.layout["data-00000.bin"]
     assert told["layout"][0]["osts"] == [1]
@@ -451,5 +451,5 @@ def test_where_all_osts_are_full_the_save_fails_and_leaves_nothing(
     lustre.set(osts=[ost(0)])
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
-        station(lustre).store(load_of(2, range(2), 2, 0))
+        tier(lustre).store(load_of(2, range(2), 2, 0))
     assert not list((lustre.mount / "checkpoints").rglob("data-*"))

@@ -20,7 +20,7 @@ import pytest
 from hpcrun import __version__
 from hpcrun.checkpoint.flush.arena import SOCKET_NAME
 from hpcrun.checkpoint.format import HEADER_BYTES
-from hpcrun.checkpoint.levels import parse_inventory_entry
+from hpcrun.checkpoint.tier import parse_inventory_entry
 from hpcrun.errors import SiteError
 from hpcrun.messages import lines
 from hpcrun.mounts import find_mount
@@ -66,20 +66,20 @@ def prove(holding: dict[str, Any], step: int) -> None:
         assert data[-HEADER_BYTES:][:4] == b"HPCK"
 
 
-def test_a_save_goes_through_the_levels(start: MakeHost, run: RunDir, tmp_path: Path) -> None:
+def test_a_save_goes_through_the_tiers(start: MakeHost, run: RunDir, tmp_path: Path) -> None:
     host = start(local=str(tmp_path / "disk"), keep=1)
     ranks = ranks_of(host, (0, 1), 2)
     stamps = [rank.save(2, ["local", "durable"]) for rank in ranks]
     for rank in ranks:
         assert rank.wait("part_sealed")["stamp"]["generation"] == stamps[0].generation
-        assert [rank.wait("store_result")["level"] for _ in range(2)] == ["local", "durable"]
+        assert [rank.wait("store_result")["tier"] for _ in range(2)] == ["local", "durable"]
     assert host.wait("generation_sealed")["stamp"]["step"] == 2
     told = [host.wait("store_result") for _ in range(2)]
     assert [one["problem"] for one in told] == [None, None]
     assert told[1]["facts"]["path"] == str(run.checkpoints / "step-00000002")
     assert whole_steps(run.checkpoints) == ([2], [])
     memory, local = host.holdings()
-    assert (memory["level"], local["level"]) == ("memory", "local")
+    assert (memory["tier"], local["tier"]) == ("memory", "local")
     for holding in (memory, local):
         assert [one["number"] for one in holding["parts"]] == [0, 1]
         prove(holding, 2)
@@ -100,7 +100,7 @@ def test_two_nodes_commit_one_generation(start: MakeHost, run: RunDir) -> None:
             rank.save(step, ["durable"], published)
         for rank in (*nodes[0], *nodes[1]):
             rank.wait("part_sealed")
-            rank.wait("store_result", level="durable")
+            rank.wait("store_result", tier="durable")
         published = step
     assert [host.end() for host in hosts] == [0, 0]
     assert whole_steps(run.checkpoints) == ([4, 6], [])
@@ -118,14 +118,14 @@ def test_a_node_that_may_not_write_fails_the_save_and_training_goes_on(
     for rank in everyone:
         rank.save(2, ["durable"])
     for rank in everyone:
-        assert "File too large" in rank.wait("save_failed", level="durable")["why"]
+        assert "File too large" in rank.wait("save_failed", tier="durable")["why"]
     assert resumable_checkpoints(run.checkpoints) == []
     assert list(run.checkpoints.rglob("data-*.bin")) == []
     resource.prlimit(hosts[1].process.pid, resource.RLIMIT_FSIZE, limits)
     for rank in everyone:
         rank.save(4, ["durable"], 2)
     for rank in everyone:
-        rank.wait("store_result", level="durable")
+        rank.wait("store_result", tier="durable")
     assert whole_steps(run.checkpoints) == ([4], [])
 
 
@@ -153,14 +153,14 @@ def test_an_arena_that_is_taken_away_is_made_anew_by_the_next_worker(start: Make
     other = start()
     (rank,) = ranks_of(other, (0,), 1)
     rank.save(4, ["durable"])
-    assert rank.wait("store_result")["level"] == "durable"
+    assert rank.wait("store_result")["tier"] == "durable"
 
 
 def test_long_names_of_runs_and_nodes(start: MakeHost) -> None:
     host = start("node-" + "x" * 120)
     (rank,) = ranks_of(host, (0,), 1)
     rank.save(2, ["durable"])
-    assert rank.wait("store_result")["level"] == "durable"
+    assert rank.wait("store_result")["tier"] == "durable"
 
 
 def test_a_worker_that_is_killed_leaves_what_it_had_sealed(start: MakeHost, run: RunDir) -> None:
@@ -182,12 +182,12 @@ def test_a_worker_that_is_killed_leaves_what_it_had_sealed(start: MakeHost, run:
     assert [rank.slots for rank in new] == [rank.slots for rank in ranks], "mapped by ranks that live on"
     stale = new[0].tell_filled(claimed["slot"], 4, ["durable"])
     failed = new[0].wait("save_failed")
-    assert (failed["stamp"]["generation"], failed["level"]) == (stale.generation, "memory")
+    assert (failed["stamp"]["generation"], failed["tier"]) == (stale.generation, "memory")
     assert "is not claimed" in failed["why"]
     for rank in new:
         assert rank.save(6, ["durable"], 2)
     for rank in new:
-        rank.wait("store_result", level="durable")
+        rank.wait("store_result", tier="durable")
     assert {one["stamp"]["step"] for one in again.holdings()} == {2, 6}, "the published one was spared"
     assert whole_steps(run.checkpoints)[0][-1:] == [6]
 
@@ -202,7 +202,7 @@ def test_killed_at_any_moment_nothing_wrong_is_told_of(
     for rank in ranks:
         rank.save(2, ["local", "durable"])
     for rank in ranks:
-        rank.wait("store_result", level="durable")
+        rank.wait("store_result", tier="durable")
     for rank in ranks:
         rank.save(4, ["local", "durable"], 2)
     signal.sigtimedwait([], delay)
@@ -215,7 +215,7 @@ def test_killed_at_any_moment_nothing_wrong_is_told_of(
         prove(holding, holding["stamp"]["step"])
     for rank in ranks_of(again, (0, 1), 2):
         rank.save(6, ["local", "durable"], 2)
-    again.wait("store_result", level="durable", problem=None)
+    again.wait("store_result", tier="durable", problem=None)
     assert whole_steps(run.checkpoints)[0][-1] == 6
 
 
@@ -229,7 +229,7 @@ def test_another_node_does_not_wait_for_a_worker_that_was_lost(start: MakeHost, 
         rank.wait("part_sealed")
     hosts[1].kill()
     start("n2")
-    assert "the checkpoint worker was lost" in nodes[0][0].wait("save_failed", level="durable")["why"]
+    assert "the checkpoint worker was lost" in nodes[0][0].wait("save_failed", tier="durable")["why"]
     assert resumable_checkpoints(run.checkpoints) == []
 
 
@@ -240,7 +240,7 @@ def test_a_rank_that_dies_leaves_garbage_that_is_used_again(start: MakeHost) -> 
     ranks[0].wait("part_sealed")
     ranks[1].claim(2)
     ranks[1].close()
-    failed = ranks[0].wait("save_failed", level="memory")
+    failed = ranks[0].wait("save_failed", tier="memory")
     assert "rank 1 is gone" in failed["why"]
     assert host.wait("save_failed")["stamp"]["step"] == 2
     host.configure(2)
@@ -261,20 +261,20 @@ def test_a_rank_that_comes_again_takes_its_own_place(start: MakeHost) -> None:
     again.slots = before.slots
     again.copy(0, 2)
     again.tell_filled(0, 2, ["durable"])
-    assert again.wait("store_result")["level"] == "durable"
+    assert again.wait("store_result")["tier"] == "durable"
 
 
-def test_the_levels_that_cannot_be_had_are_named(start: MakeHost, run: RunDir) -> None:
+def test_the_tiers_that_cannot_be_had_are_named(start: MakeHost, run: RunDir) -> None:
     host = Host(run.path.parent, run, "n1")
     try:
         ready = host.configure(local="$NOWHERE_AT_ALL/x")
-        assert ready["levels"] == ["memory", "durable"]
+        assert ready["tiers"] == ["memory", "durable"]
         assert "NOWHERE_AT_ALL" in host.wait("worker_log")["text"]
         for rank in ranks_of(host, (0,), 1):
             rank.save(2, ["local", "parity", "durable"])
-            assert "is not set" in rank.wait("save_failed", level="local")["why"]
-            assert rank.wait("save_failed", level="parity")["why"] == "this worker has no level parity"
-            rank.wait("store_result", level="durable")
+            assert "is not set" in rank.wait("save_failed", tier="local")["why"]
+            assert rank.wait("save_failed", tier="parity")["why"] == "this worker has no tier parity"
+            rank.wait("store_result", tier="durable")
     finally:
         host.kill()
 
@@ -286,8 +286,8 @@ def test_a_full_disk_of_the_node_does_not_keep_a_save_from_the_run_directory(
     host = start(local=str(tmp_path / "disk"))
     (rank,) = ranks_of(host, (0,), 1)
     rank.save(2, ["local", "durable"])
-    assert host.wait("store_result", level="local")["problem"]
-    assert host.wait("store_result", level="durable")["problem"] is None
+    assert host.wait("store_result", tier="local")["problem"]
+    assert host.wait("store_result", tier="durable")["problem"] is None
 
 
 def test_the_page_cache_is_passed_by_where_that_pays_or_the_job_says_so(start: MakeHost, run: RunDir) -> None:
@@ -298,7 +298,7 @@ def test_the_page_cache_is_passed_by_where_that_pays_or_the_job_says_so(start: M
         host.configure(attempt, durable={"direct": asked})
         rank.save(attempt, ["durable"], attempt=attempt)
         layout = (
-            host.wait("store_result", level="durable")["facts"].get("layout", {}).get("data-00000.bin", {})
+            host.wait("store_result", tier="durable")["facts"].get("layout", {}).get("data-00000.bin", {})
         )
         assert ("direct_bytes" in layout) == expected
 

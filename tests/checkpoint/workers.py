@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcrun import __version__
 from hpcrun.checkpoint.flush.arena import SOCKET_NAME, locate_arena, map_slot
-from hpcrun.checkpoint.levels import GenerationId
+from hpcrun.checkpoint.tier import CheckpointId
 from hpcrun.messages.lines import connect_unix_socket
 from hpcrun.specs.rundir import RunDir
 from tests.checkpoint.generations import content_of, pieces_of
@@ -148,20 +148,20 @@ class Rank(Talk):
         view.release()
         memory.close()
 
-    def tell_filled(self, slot: int, step: int, levels: Sequence[str], attempt: int = 1) -> GenerationId:
+    def tell_filled(self, slot: int, step: int, tiers: Sequence[str], attempt: int = 1) -> CheckpointId:
         """The bytes are in place."""
         stamp = stamp_of(step, self.world_size, attempt)
-        self.say(kind="slot_filled", slot=slot, key=1, stamp=asdict(stamp), levels=list(levels))
+        self.say(kind="slot_filled", slot=slot, key=1, stamp=asdict(stamp), tiers=list(tiers))
         return stamp
 
     def save(
-        self, step: int, levels: Sequence[str], published: int | None = None, attempt: int = 1
-    ) -> GenerationId:
+        self, step: int, tiers: Sequence[str], published: int | None = None, attempt: int = 1
+    ) -> CheckpointId:
         """All of it."""
         claimed = self.claim(step, published, attempt)
         assert claimed["kind"] == "slot_claimed", claimed
         self.copy(claimed["slot"], step)
-        return self.tell_filled(claimed["slot"], step, levels, attempt)
+        return self.tell_filled(claimed["slot"], step, tiers, attempt)
 
     def close(self) -> None:
         """Be gone, as a killed rank is."""

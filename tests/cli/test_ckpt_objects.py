@@ -77,7 +77,7 @@ def test_a_step_goes_there_and_back(done: RunDir, store: str) -> None:
 def test_ls_shows_copies_beside_saves(done: RunDir, store: str) -> None:
     said("upload", done.path, "--step", 2)
     steps = told("ls", done.path)["steps"]
-    assert [(one["step"], one["level"], one["state"]) for one in steps] == [
+    assert [(one["step"], one["tier"], one["state"]) for one in steps] == [
         (2, "durable", "complete"),
         (2, "object", "complete"),
         (4, "durable", "complete"),

@@ -125,14 +125,14 @@ def test_a_plan_with_all_that_it_needs(lama: Path, site: Path, runs_root: Path) 
     assert memory["slots"]["value"] == 2 * found["sizes"]["node"]["value"]
     assert memory["left"] == memory["there"]["value"] - memory["slots"]["value"] - memory["parity"]["value"]
     assert memory["left"] > 0
-    levels = {one["level"]: one for one in found["levels"]}
-    assert {name: one["every"] for name, one in levels.items()} == {
+    tiers = {one["tier"]: one for one in found["tiers"]}
+    assert {name: one["every"] for name, one in tiers.items()} == {
         "memory": 100,
         "parity": 100,
         "durable": 500,
     }
-    assert levels["durable"]["flush"] == {"value": 45.0, "source": "as given"}
-    assert levels["parity"]["flush"]["source"] == "at best: profile tiny, 25 GB/s of a node to its leaf"
+    assert tiers["durable"]["flush"] == {"value": 45.0, "source": "as given"}
+    assert tiers["parity"]["flush"]["source"] == "at best: profile tiny, 25 GB/s of a node to its leaf"
     assert any("leaf" in line and "survives the loss" in line for line in found["losses"])
     keys = found["advice"]["keys"]
     assert keys["checkpoint.durable.every"] % keys["checkpoint.every"] == 0
@@ -140,7 +140,7 @@ def test_a_plan_with_all_that_it_needs(lama: Path, site: Path, runs_root: Path) 
     at = {factor: one["efficiency"] for factor, one in found["check"]["at"].items()}
     assert at["1.0"] >= found["check"]["best"]["efficiency"] * 0.99
     assert found["own_waste"] >= found["advice"]["waste"]
-    assert found["lead_s"] == pytest.approx(1.5 * (45 + 0.6 + levels["parity"]["flush"]["value"]) + 3.2)
+    assert found["lead_s"] == pytest.approx(1.5 * (45 + 0.6 + tiers["parity"]["flush"]["value"]) + 3.2)
     text = run(lama, *LAMA, *KNOWN, "--check").stdout
     for words in (
         f"checkpoint.every={keys['checkpoint.every']}",
@@ -157,7 +157,7 @@ def test_bandwidths_of_the_profile_stand_in_for_measured_times(
 ) -> None:
     profile(site, runs_root)
     found = told(lama, *LAMA)
-    durable = next(one for one in found["levels"] if one["level"] == "durable")["flush"]
+    durable = next(one for one in found["tiers"] if one["tier"] == "durable")["flush"]
     whole, node = (found["sizes"][name]["value"] for name in ("whole", "node"))
     assert durable == {
         "value": max(node / 2e9, whole / 8e9),
@@ -174,7 +174,7 @@ def test_slots_that_do_not_fit_are_said(lama: Path) -> None:
 def test_times_of_earlier_runs_are_taken(runs_root: Path) -> None:
     made = write(create_run("demo"), undisturbed())
     found = told(shipped_file("jobs/demo.yaml"), "--assume", "process=6h")
-    assert found["levels"][0]["stall"] == {"value": 0.5, "source": f"median in {made.id}"}
+    assert found["tiers"][0]["stall"] == {"value": 0.5, "source": f"median in {made.id}"}
     assert found["step"]["value"] == 1.0
     assert found["advice"]["keys"].keys() == {"checkpoint.every"}
     assert found["rates"][0] == {"kind": "process", "per_s": 1 / 21600, "source": "as given"}
@@ -188,7 +188,7 @@ def test_the_object_store_is_reckoned_with(lama: Path) -> None:
     assert found["objects"]["copies"] == 10
     few, many = found["objects"]["requests"]
     assert 8 * 24 < few < many < 8 * 200
-    assert "object" in {one["level"] for one in found["levels"]}
+    assert "object" in {one["tier"] for one in found["tiers"]}
 
 
 def test_a_limit_below_the_interval_is_told(lama: Path) -> None:

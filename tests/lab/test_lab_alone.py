@@ -10,8 +10,8 @@ from hpcrun.runs.run_lock import read_supervisor_record
 from hpcrun.specs.records import read_json_lines
 from hpcrun.specs.rundir import RunDir
 from tests.lab.desk import Desk, records, story
-from tests.lab.test_lab_levels import JOB, events, stored
 from tests.lab.test_lab_spares import outcomes
+from tests.lab.test_lab_tiers import JOB, events, stored
 
 LEFT = "grep -zl 'HPCRUN_RUN_DIR=.*/{}' /proc/[0-9]*/environ 2>/dev/null; true"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.lab.desk import Desk, records, story
-from tests.lab.test_lab_levels import JOB, events, steps, stored
+from tests.lab.test_lab_tiers import JOB, events, steps, stored
 
 
 @pytest.mark.parametrize("which", ["a node", "the batch host"])

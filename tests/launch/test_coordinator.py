@@ -15,8 +15,8 @@ import pytest
 from hpcrun.checkpoint.commit import quarantine_generation
 from hpcrun.checkpoint.format import Part
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.checkpoint.levels import GenerationId, HeldParity, HeldPart, InventoryEntry, SetMember
 from hpcrun.checkpoint.restore_plan import RestorePlan, parse_restore_plan
+from hpcrun.checkpoint.tier import CheckpointId, HeldParity, HeldPart, InventoryEntry, SetMember
 from hpcrun.checkpoint.worker_messages import GenerationSealed, WorkerOrder
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents import worker_process as hosts
@@ -25,8 +25,8 @@ from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing import worker_client
 from hpcrun.launch.checkpointing.coordinator import CheckpointCoordinator
 from hpcrun.launch.checkpointing.durability_watchdog import DurabilityWatchdog
-from hpcrun.launch.checkpointing.level_tracker import LevelTracker
 from hpcrun.launch.checkpointing.suspect_saves import implicates_save, read_suspect_saves, record_load_failure
+from hpcrun.launch.checkpointing.tier_tracker import TierTracker
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.events.checkpoint import (
     CheckpointFailedEvent,
@@ -48,17 +48,17 @@ NODES = ("a", "b", "c")
 PROGRAM = Path(__file__).with_name("worker_program.py")
 
 
-def stamp(step: int) -> GenerationId:
-    return GenerationId(f"{step:032x}", step, 8 * step, 3, 1)
+def stamp(step: int) -> CheckpointId:
+    return CheckpointId(f"{step:032x}", step, 8 * step, 3, 1)
 
 
 def part(step: int, number: int) -> Part:
     return Part(number, 0, 4096, 3000, 900, f"{step:08x}{number:08x}")
 
 
-def held(step: int, number: int, level: Any = "memory") -> InventoryEntry:
+def held(step: int, number: int, tier: Any = "memory") -> InventoryEntry:
     one = HeldPart(number, f"/arena/{NODES[number]}", 0, part(step, number))
-    return InventoryEntry(stamp(step), level, NODES[number], (one,))
+    return InventoryEntry(stamp(step), tier, NODES[number], (one,))
 
 
 def parity(step: int, number: int) -> InventoryEntry:
@@ -145,7 +145,7 @@ def test_memory_is_gone_on_from_and_all_else_is_let_go(site: Site) -> None:
     site.holds(*(held(20, n) for n in range(3)), held(25, 0))
     plan = site.prepare(2)
     assert plan is not None
-    assert (plan.stamp, plan.levels, plan.lost_steps) == (stamp(20), ("memory",), 5)
+    assert (plan.stamp, plan.tiers, plan.lost_steps) == (stamp(20), ("memory",), 5)
     (event,) = site.named("restore")
     assert (event["step"], event["tiers"], event["lost_steps"], event["rebuilt"]) == (20, ["memory"], 5, 0)
     assert site.orders("a", "release_generations")[-1]["keep"] == [stamp(20).generation]
@@ -158,7 +158,7 @@ def test_a_lost_node_is_rebuilt_on_the_spare(site: Site) -> None:
     site.nodes._gone.add("b")
     plan = site.prepare(2, ("a", "spare", "c"))
     assert plan is not None
-    assert (plan.levels, plan.rebuilds) == (("memory", "parity"), ())
+    assert (plan.tiers, plan.rebuilds) == (("memory", "parity"), ())
     assert [one.node for one in plan.sources] == ["a", "spare", "c"]
     assert site.named("restore")[0]["rebuilt"] == 1
     (order,) = site.orders("spare", "rebuild_parts")
@@ -215,7 +215,7 @@ def test_a_loss_that_must_be_survived_is_refused_at_first_and_made_do_without_la
     assert site.notes[0].endswith("this attempt goes on without that")
 
 
-def test_a_level_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> None:
+def test_a_tier_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> None:
     site.prepare()
     told = asdict(stamp(5))
     for node in NODES:
@@ -228,7 +228,7 @@ def test_a_level_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> N
             node,
             kind="store_result",
             stamp=told,
-            level="parity",
+            tier="parity",
             seconds=seconds,
             size_bytes=10,
             problem=None,
@@ -291,7 +291,7 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     assert read_suspect_saves(site.run)[f"near:{stamp(15).generation}"] == 2
 
 
-def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(site: Site) -> None:
+def test_a_damaged_part_costs_no_generation_that_parity_or_another_tier_has(site: Site) -> None:
     site.holds(*(one(20, n) for n in range(3) for one in (held, parity)))
     (site.path / "damaged.json").write_text(json.dumps([part(20, 1).tail_hash]))
     (site.path / "rebuilt.json").write_text(json.dumps(held(20, 1, "memory").as_json()))
@@ -304,7 +304,7 @@ def test_a_damaged_part_costs_no_generation_that_parity_or_another_level_has(sit
     site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
     plan = site.prepare(3)
     assert plan is not None
-    assert (plan.stamp, plan.levels, plan.poisoned) == (stamp(20), ("memory", "parity"), ())
+    assert (plan.stamp, plan.tiers, plan.poisoned) == (stamp(20), ("memory", "parity"), ())
     (order,) = site.orders("spare", "rebuild_parts")
     assert order["order"]["lost"] == [1]
 
@@ -313,7 +313,7 @@ def test_what_a_node_holds_and_parts_of_a_damaged_save_are_gone_on_from_together
     saved = save(site.run.checkpoints, 20, files=3, ranks=3)
     with GenerationReader(saved) as generation:
         parts = generation.manifest.parts
-    owner = GenerationId(saved.generation, 20, saved.position, 3, 1)
+    owner = CheckpointId(saved.generation, 20, saved.position, 3, 1)
 
     def kept(number: int) -> InventoryEntry:
         one = HeldPart(number, f"/arena/{NODES[number]}", 0, parts[number])
@@ -326,7 +326,7 @@ def test_what_a_node_holds_and_parts_of_a_damaged_save_are_gone_on_from_together
     (saved.path / "data-00001.bin").unlink()
     plan = site.prepare(3)
     assert plan is not None
-    assert (plan.levels, plan.save) == (("memory", "durable"), None)
+    assert (plan.tiers, plan.save) == (("memory", "durable"), None)
     assert [one.path for one in plan.sources][2] == str(saved.path / "data-00002.bin")
     # A changed byte is only found by ranks; then what is asked for is read before it counts.
     path = saved.path / "data-00002.bin"
@@ -347,7 +347,7 @@ def test_a_damaged_save_tells_nothing_against_what_nodes_hold_of_it(site: Site) 
     saved = save(site.run.checkpoints, 20, files=3, ranks=3)
     with GenerationReader(saved) as generation:
         parts = generation.manifest.parts
-    owner = GenerationId(saved.generation, 20, saved.position, 3, 1)
+    owner = CheckpointId(saved.generation, 20, saved.position, 3, 1)
     held_parts = [HeldPart(n, f"/arena/{NODES[n]}", 0, parts[n]) for n in (0, 1)]
     site.holds(*(InventoryEntry(owner, "memory", NODES[one.number], (one,)) for one in held_parts))
     record_load_failure(site.run, saved.generation)  # a third part was in memory, and damaged
@@ -360,7 +360,7 @@ def test_a_damaged_save_tells_nothing_against_what_nodes_hold_of_it(site: Site) 
     quarantine_generation(saved.path)
     plan = site.prepare(3)
     assert plan is not None
-    assert (plan.stamp, plan.levels) == (owner, ("memory", "durable"))
+    assert (plan.stamp, plan.tiers) == (owner, ("memory", "durable"))
     # What then fails again is given up.
     site.run.attempt(3).restore_failure.write_text(json.dumps(unrestored))
     site.keeper.after(AttemptOutcome(site.run, 3, "failed", 5, "it fell", None))
@@ -408,7 +408,7 @@ def test_a_run_without_durable_saves_is_told_once_and_again_after_one(
 
 
 def test_only_so_many_generations_are_followed() -> None:
-    story = LevelTracker(["a"])
+    story = TierTracker(["a"])
     for step in range(1, 100):
         assert [one.step for one in story.handle("a", GenerationSealed(stamp(step)))] == [step]
     assert len(story._shares) == 16

@@ -11,13 +11,13 @@ from types import FrameType
 
 import pytest
 
-from hpcrun.checkpoint.levels import CheckpointLevel
+from hpcrun.checkpoint.tier import TierName
 from hpcrun.launch import final_save as last
 from hpcrun.launch.attempt_monitor import AttemptLimits, AttemptOutcome
 from hpcrun.launch.final_save import (
     FinalSaveTimer,
     SaveDurations,
-    deepest_reachable_level,
+    deepest_reachable_tier,
     effective_grace_s,
     final_save_deadline,
     watch_time_limit,
@@ -46,10 +46,10 @@ def test_how_long_a_save_takes_is_until_it_is_durable() -> None:
     assert waited.lead_s == 1.5 * 100 + 2
     behind = pace_of(
         step,
-        metric_record("save", level="memory", seconds=0.5),
-        metric_record("stored", level="parity", seconds=3.0, lag_s=4.0),
-        metric_record("stored", level="durable", seconds=200.0, lag_s=220.0),
-        metric_record("stored", level="attic", lag_s=1e5),
+        metric_record("save", tier="memory", seconds=0.5),
+        metric_record("stored", tier="parity", seconds=3.0, lag_s=4.0),
+        metric_record("stored", tier="durable", seconds=200.0, lag_s=220.0),
+        metric_record("stored", tier="attic", lag_s=1e5),
     )
     assert behind.save_times_s() == {"memory": 2.75, "parity": 8.0, "durable": 332.0}
     assert behind.lead_s == 332.0
@@ -66,9 +66,9 @@ def test_only_the_newest_saves_count() -> None:
     assert pace_of(slow, *([metric_record("save", seconds=10.0)] * 8)).lead_s == 15.0
 
 
-def test_the_deepest_level_that_fits() -> None:
-    takes: dict[CheckpointLevel, float] = {"memory": 1.0, "durable": 100.0, "object": 900.0}
-    assert [deepest_reachable_level(left, takes) for left in (0.5, 1.0, 99.0, 100.0, 1e4)] == [
+def test_the_deepest_tier_that_fits() -> None:
+    takes: dict[TierName, float] = {"memory": 1.0, "durable": 100.0, "object": 900.0}
+    assert [deepest_reachable_tier(left, takes) for left in (0.5, 1.0, 99.0, 100.0, 1e4)] == [
         *(None, "memory", "memory", "durable", "object")
     ]
     assert final_save_deadline(1000.0, 330.0) == 670.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpcrun.checkpoint.levels import HeldPart, InventoryEntry
+from hpcrun.checkpoint.tier import HeldPart, InventoryEntry
 from hpcrun.launch.agents import worker_process as hosts
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing.spare_replicas import assign_replicas
@@ -114,7 +114,7 @@ def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -
     site.nodes._gone.add("b")
     plan = site.prepare(2, ("a", "spare", "c"))
     assert plan is not None
-    assert (plan.stamp, plan.levels, plan.rebuilds) == (stamp(20), ("memory",), ())
+    assert (plan.stamp, plan.tiers, plan.rebuilds) == (stamp(20), ("memory",), ())
     assert [one.node for one in plan.sources] == ["a", "spare", "c"], "c has its own still"
     (event,) = site.named("restore")
     assert (event["tiers"], event["rebuilt"], event["from_spares"]) == (["memory"], 0, 1)
@@ -148,7 +148,7 @@ def test_a_job_that_wants_none_has_none(
     site = Site(tmp_path, **section)
     try:
         site.prepare()
-        if site.keeper.has_levels:
+        if site.keeper.has_tiers:
             seal(site, 5)
             assert copies(site) == []
             assert site.named("checkpoint_stored") != []
@@ -187,7 +187,7 @@ def test_with_a_copy_nothing_has_to_be_made_again_by_parity(site: Site) -> None:
     site.nodes._gone.add("b")
     plan = site.prepare(2, ("a", "spare", "c"))
     assert plan is not None
-    assert (plan.levels, site.orders("spare", "rebuild_parts")) == (("memory",), [])
+    assert (plan.tiers, site.orders("spare", "rebuild_parts")) == (("memory",), [])
     assert site.named("restore")[0]["rebuilt"] == 0
 
 

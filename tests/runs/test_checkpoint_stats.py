@@ -1,4 +1,4 @@
-"""Saves that go through levels, as the records of a run tell of them, and as readers of these are told."""
+"""Saves that go through tiers, as the records of a run tell of them, and as readers of these are told."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from tests.runs.made_runs import Run
 GB = 10**9
 
 
-def leveled() -> Run:
+def tiered() -> Run:
     """A copy each 5 steps, which waits within a step; that of step 5 becomes durable, that of 10 does not."""
     run = Run()
     run.launch()
     run.steps(1, 5)
     run.passes("checkpoint", 0.25)
     run.steps(6, 6, seconds=1.5)
-    run.line("save", 5, level="memory", seconds=0.75, copy_s=1.2, fence_wait_s=0.5, size_bytes=8 * GB)
+    run.line("save", 5, tier="memory", seconds=0.75, copy_s=1.2, fence_wait_s=0.5, size_bytes=8 * GB)
     run.steps(7, 7)
-    run.line("stored", 5, level="parity", seconds=1.0, size_bytes=2 * GB, lag_s=2.0, stored_bytes=GB)
+    run.line("stored", 5, tier="parity", seconds=1.0, size_bytes=2 * GB, lag_s=2.0, stored_bytes=GB)
     run.steps(8, 8)
-    run.line("flush", 5, levels=["durable"], size_bytes=8 * GB, seconds=2.5)
-    run.line("stored", 5, level="durable", seconds=2.0, size_bytes=2 * GB, lag_s=3.5)
+    run.line("flush", 5, tiers=["durable"], size_bytes=8 * GB, seconds=2.5)
+    run.line("stored", 5, tier="durable", seconds=2.0, size_bytes=2 * GB, lag_s=3.5)
     run.steps(9, 10)
     run.passes("checkpoint", 0.25)
-    run.line("save", 10, level="memory", seconds=0.25, copy_s=0.2, fence_wait_s=0.0, size_bytes=8 * GB)
-    run.line("save_failed", 10, level="durable", why="rank 0 on n01: no space left")
+    run.line("save", 10, tier="memory", seconds=0.25, copy_s=0.2, fence_wait_s=0.0, size_bytes=8 * GB)
+    run.line("save_failed", 10, tier="durable", why="rank 0 on n01: no space left")
     run.steps(11, 12)
     return run
 
@@ -59,8 +59,8 @@ def written(run: Run, directory: RunDir) -> RunDir:
     ("line", "step"),
     [
         (metric_record("save", 5), 5),
-        (metric_record("save", 5, level="memory"), 0),
-        (metric_record("stored", 5, level="local"), 0),
+        (metric_record("save", 5, tier="memory"), 0),
+        (metric_record("stored", 5, tier="local"), 0),
         (metric_record("stored", 5), 5),
         (metric_record("save_failed", 5), 0),
     ],
@@ -73,15 +73,15 @@ def test_a_save_lasts_when_it_is_in_the_run_directory(line: MetricRecord, step: 
     assert attempts[0].saved_step == step
 
 
-def test_what_the_levels_have_come_to() -> None:
-    run = leveled()
+def test_what_the_tiers_have_come_to() -> None:
+    run = tiered()
     found = CheckpointStats().take_all(run.metric_records)
-    memory, parity, durable = (found.levels[name] for name in ("memory", "parity", "durable"))
+    memory, parity, durable = (found.tiers[name] for name in ("memory", "parity", "durable"))
     assert (memory.saves, memory.stall_s, memory.size_bytes) == (2, 1.0, 16 * GB)
     assert (parity.saves, parity.flush_s, parity.lag_s, parity.ratio) == (1, 1.0, 2.0, 0.5)
     assert (durable.saves, durable.failures, durable.flush_s, durable.ratio) == (1, 1, 2.0, 1.0)
-    stored = next(one for one in run.metrics if one.get("level") == "durable")
-    assert found.undurable_since == stored["time"]
+    stored = next(one for one in run.metrics if one.get("tier") == "durable")
+    assert found.durable_since == stored["time"]
     assert found.lines() == [
         "memory: 2 saves, training waited 0.5 s each",
         "parity: 1 save, 1 s each in the background, 2 GB/s, the newest 2 s after the save, 0.50 of its"
@@ -91,12 +91,12 @@ def test_what_the_levels_have_come_to() -> None:
     assert parse_typed(CheckpointStats, json.loads(json.dumps(found.as_json()))) == found
 
 
-def test_a_level_of_a_newer_version_changes_nothing() -> None:
-    assert CheckpointStats().take_all([metric_record("stored", level="attic")]).levels == {}
+def test_a_tier_of_a_newer_version_changes_nothing() -> None:
+    assert CheckpointStats().take_all([metric_record("stored", tier="attic")]).tiers == {}
 
 
 def test_time_in_the_background_is_not_the_runs_and_a_wait_counts_once() -> None:
-    run = leveled()
+    run = tiered()
     ledger = run.account(now=run.now)
     assert ledger.buckets["productive"] == pytest.approx(12.5)
     assert ledger.buckets["checkpoint"] == pytest.approx(0.5)
@@ -108,10 +108,10 @@ def test_time_in_the_background_is_not_the_runs_and_a_wait_counts_once() -> None
 
 
 def test_only_what_is_durable_counts_as_saved(runs_root: Path) -> None:
-    run = leveled()
+    run = tiered()
     run.dies(then="shutdown")
     assert run.account().steps == 5, "copies in memory died with the allocation"
-    directory = written(run, create_run("leveled"))
+    directory = written(run, create_run("tiered"))
     tally = RunCountersReader(directory).read()
     assert tally.saved_step == 5
     again = RunCountersReader(directory, RunCountersReader(directory).as_json())
@@ -120,19 +120,19 @@ def test_only_what_is_durable_counts_as_saved(runs_root: Path) -> None:
     follower.read()
     state = json.loads(json.dumps(follower.as_json()))
     assert RunCountersReader(directory, state).tally.saves == tally.saves
-    state["tally"]["saves"] = {"levels": 3}
+    state["tally"]["saves"] = {"tiers": 3}
     assert RunCountersReader(directory, state).read().saves == tally.saves, "a damaged state is read anew"
 
 
-def test_prometheus_gets_every_level() -> None:
-    run = leveled()
+def test_prometheus_gets_every_tier() -> None:
+    run = tiered()
     tally = RunCounters()
     tally.take(run.event_records, run.metric_records)
-    since = tally.saves.undurable_since
+    since = tally.saves.durable_since
     assert since is not None
     text = render_exposition([RunMetrics("r", tally, now=since + 40), RunMetrics("over", tally)])
     found = {
-        (one.name, one.labels["run"], one.labels.get("level")): one.value
+        (one.name, one.labels["run"], one.labels.get("tier")): one.value
         for family in text_string_to_metric_families(text)
         for one in family.samples
         if one.name.startswith("hpcrun_checkpoint")
@@ -149,8 +149,8 @@ def test_prometheus_gets_every_level() -> None:
 
 
 def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> None:
-    directory = written(leveled(), create_run("leveled"))
-    directory.spec.write_text("name: leveled\n")
+    directory = written(tiered(), create_run("tiered"))
+    directory.spec.write_text("name: tiered\n")
     words = [
         entry.text for entry in format_events(directory) if entry.what in ("save", "stored", "save_failed")
     ]
@@ -160,7 +160,7 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
     ]
     stream = io.StringIO()
     display = LineDisplay(12, stream)
-    for line in leveled().metrics:
+    for line in tiered().metrics:
         if line["kind"] not in ("step", "start"):
             display.step(parse_metric(line).metric)
     assert stream.getvalue().splitlines() == [
@@ -169,17 +169,17 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
         "hpcrun: step 10: durable save failed: rank 0 on n01: no space left",
     ]
     told, _ = describe_run(directory)
-    assert told["save_levels"] == asdict(CheckpointStats().take_all(leveled().metric_records))
+    assert told["save_tiers"] == asdict(CheckpointStats().take_all(tiered().metric_records))
 
 
-def test_sinks_get_drain_and_lag_of_each_level(runs_root: Path) -> None:
+def test_sinks_get_drain_and_lag_of_each_tier(runs_root: Path) -> None:
     stored = metric("stored", 5, seconds=2.0, lag_s=3.5)
     assert metric_scalars(stored, 1) == {"checkpoint/durable_flush(s)": 2.0, "checkpoint/durable_lag(s)": 3.5}
-    directory = written(leveled(), create_run("leveled"))
+    directory = written(tiered(), create_run("tiered"))
     points = ScalarReader(directory, 2, {})
     names = {name for _, _, figures in points.new() for name in figures if name.startswith("checkpoint/")}
     assert names == {
-        f"checkpoint/{level}_{what}(s)" for level in ("parity", "durable") for what in ("flush", "lag")
+        f"checkpoint/{tier}_{what}(s)" for tier in ("parity", "durable") for what in ("flush", "lag")
     }
     again = ScalarReader(directory, 2, json.loads(json.dumps(points.state)))
     assert list(again.new()) == []

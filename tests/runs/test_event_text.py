@@ -236,9 +236,9 @@ def test_a_save_is_told_once_whoever_writes_it_down_first() -> None:
     """Rank 0 and the supervisor both record that a tier has a save, or does not get it."""
     facts: dict[str, Any] = {"seconds": 1.5, "size_bytes": 7, "lag_s": 2.0}
     metrics = [
-        line(61, "stored", 60, level="durable", **facts),
-        line(62, "stored", 60, level="object", **facts),
-        line(71, "save_failed", 70, level="durable", why="rank 0 on n01: disk full"),
+        line(61, "stored", 60, tier="durable", **facts),
+        line(62, "stored", 60, tier="object", **facts),
+        line(71, "save_failed", 70, tier="durable", why="rank 0 on n01: disk full"),
     ]
     events = [
         event(60.5, "checkpoint_stored", step=60, tier="durable"),

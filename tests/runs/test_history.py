@@ -114,14 +114,14 @@ def test_only_runs_of_the_same_job_and_layout_are_alike(runs_root: Path) -> None
     wider = load_job(shipped_file("jobs/demo.yaml"), ["model={preset: demo, layers: 8}"]).spec
     assert find_similar_runs(wider, [same]) == []
     found = measure_runs(find_similar_runs(spec, [same]))
-    assert (found.step_s, found.levels["durable"].stall_s, found.restart_s) == (1.0, 0.5, None)
+    assert (found.step_s, found.tiers["durable"].stall_s, found.restart_s) == (1.0, 0.5, None)
     assert found.runs == (same.id,)
     assert measure_runs([write(create_run("demo"), relaunched())]).restart_s == pytest.approx(
         3 + 1 + 0.75 + 5 + 3
     )
 
 
-def test_what_a_level_takes_in_the_background_is_seen_in_the_steps_beside_it() -> None:
+def test_what_a_tier_takes_in_the_background_is_seen_in_the_steps_beside_it() -> None:
     records: list[MetricRecord] = []
     now = 1000.0
     for step in range(1, 41):
@@ -129,12 +129,12 @@ def test_what_a_level_takes_in_the_background_is_seen_in_the_steps_beside_it() -
         now += seconds
         records.append(metric_record("step", step, time=now, step_time_s=seconds))
         if step == 10:
-            records.append(metric_record("save", 10, time=now, level="memory", seconds=0.25))
+            records.append(metric_record("save", 10, time=now, tier="memory", seconds=0.25))
         if step == 12:
             records.append(metric_record("stored", 10, time=now, seconds=3.0, lag_s=3.5))
     found = measure_metric_records([*records, metric_record("odd")])
     assert found.step_s == 1.0
-    assert found.levels["memory"].stall_s == 0.25
-    durable = found.levels["durable"]
+    assert found.tiers["memory"].stall_s == 0.25
+    durable = found.tiers["durable"]
     assert (durable.flush_s, durable.lag_s, durable.saves) == (3.0, 3.5, 1)
     assert durable.stall_s == pytest.approx(1.0), "two steps of half a second more"

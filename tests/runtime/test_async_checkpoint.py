@@ -98,10 +98,10 @@ def test_a_save_is_the_same_bits_as_one_that_was_waited_for(make: Any) -> None:
         assert torch.equal(tensor.to(torch.complex128), state[name].to(torch.complex128)), name
     assert bench.kinds() == [("save", 1), ("stored", 1)]
     save, stored = bench.told
-    assert save["level"] == "memory"
+    assert save["tier"] == "memory"
     assert save["size_bytes"] > 48 * 4
     assert save["seconds"] >= save["fence_wait_s"] >= 0
-    assert stored["level"] == "durable"
+    assert stored["tier"] == "durable"
     assert stored["lag_s"] > 0
 
 
@@ -275,6 +275,6 @@ def test_degrade_lets_the_older_ones_go_no_further(make: Any) -> None:
 def test_a_copy_is_made_of_what_goes_to_the_run_directory_and_of_nothing_else(make: Any) -> None:
     bench = make(every=1, durable={"every": 4}, object={"url": "s3://b/p", "every": 2})
     bench.saves._session.offered = ["durable", "object"]
-    levels = {step: bench.saves._levels(step, lasting=step == 6) for step in (2, 3, 4, 6, 8)}
+    tiers = {step: bench.saves._tiers(step, lasting=step == 6) for step in (2, 3, 4, 6, 8)}
     both = ["durable", "object"]
-    assert levels == {2: [], 3: [], 4: both, 6: both, 8: both}
+    assert tiers == {2: [], 3: [], 4: both, 6: both, 8: both}

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hpcrun.checkpoint.format import parse_manifest
-from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.parity.peers import PartServer, PeerCredentials, PeerServer
 from hpcrun.checkpoint.restore_plan import PartSource, RestorePlan
+from hpcrun.checkpoint.tier import CheckpointId, HeldPart, InventoryEntry
 from hpcrun.errors import RanksDiedError, SiteError, UsageError
 from hpcrun.runtime.control import LoneControl
 from hpcrun.runtime.direct_checkpoint import DirectCheckpointer, RestoreResult
@@ -41,7 +41,7 @@ class Place:
         manifest = parse_manifest((saved / "manifest.json").read_bytes())
         self.slot = path / "slot-0-0.bin"
         (saved / "data-00000.bin").rename(self.slot)
-        self.stamp = GenerationId(manifest.generation.hex(), 7, 56, 1, 1)
+        self.stamp = CheckpointId(manifest.generation.hex(), 7, 56, 1, 1)
         self.source = PartSource(0, "here", str(self.slot), 0, manifest.parts[0], "memory")
         self.plan = RestorePlan(
             self.stamp, ("memory",), (self.source,), lost_steps=2, passed_over=("9: bad",)

@@ -61,7 +61,7 @@ def test_saves_behind_training_change_no_bit_and_are_gone_on_from(tmp_path: Path
     options = ("checkpoint.memory=2", "checkpoint.durable={every: 4}")
     behind, lines, told = train(tmp_path, "behind", "job.yaml", *options)
     assert steps_of(lines) == steps_of(waited)
-    kinds = [(one["kind"], one["step"], one["level"]) for one in lines if one["kind"] in ("save", "stored")]
+    kinds = [(one["kind"], one["step"], one["tier"]) for one in lines if one["kind"] in ("save", "stored")]
     saves = [("save", step, "memory") for step in (2, 4, 6, 8)]
     assert sorted(kinds) == [*saves, ("stored", 4, "durable"), ("stored", 8, "durable")]
     assert "step 8: saved after" in told

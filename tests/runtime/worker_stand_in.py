@@ -13,8 +13,8 @@ from typing import Any
 from hpcrun import __version__
 from hpcrun.checkpoint.flush.durable_tier import DurableTier
 from hpcrun.checkpoint.format import ChunkSpec
-from hpcrun.checkpoint.levels import GenerationId, NodeShards, SealedPart, StoreResult
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot, seal_part
+from hpcrun.checkpoint.tier import CheckpointId, NodeShards, SealedPart, StoreResult
 from hpcrun.errors import SiteError
 from hpcrun.typed_json import render_typed
 
@@ -110,7 +110,7 @@ class _Rank:
         self.paths = [self.worker.folder / f"slot-{told['rank']}-{k}.bin" for k in range(told["slots"])]
         for path in self.paths:
             path.write_bytes(bytes(told["size_bytes"]))
-        return {"kind": "slots_reserved", "slots": [str(path) for path in self.paths], "levels": ["durable"]}
+        return {"kind": "slots_reserved", "slots": [str(path) for path in self.paths], "tiers": ["durable"]}
 
     def plan_slot(self, told: dict[str, Any]) -> dict[str, Any]:
         pieces = [ChunkSpec(n, d, *(tuple(x) for x in rest)) for n, d, *rest in told["pieces"]]
@@ -138,7 +138,7 @@ class _Rank:
         self.worker.stores.set()
 
     def slot_filled(self, told: dict[str, Any]) -> None:
-        slot, stamp = told["slot"], GenerationId(**told["stamp"])
+        slot, stamp = told["slot"], CheckpointId(**told["stamp"])
         self.busy[slot] = stamp.generation
         plan = self.plans[told["key"]]
         image = bytearray(self.paths[slot].read_bytes())
@@ -148,12 +148,12 @@ class _Rank:
         self.sealed[slot] = stamp.generation
         self.tell({"kind": "part_sealed", "stamp": vars(stamp)})
         whole = SealedPart(told["rank"], part, memoryview(image)[: part.size_bytes], str(self.paths[slot]))
-        self.worker._thread(self.store, slot, NodeShards(stamp, (whole,)), told["levels"])
+        self.worker._thread(self.store, slot, NodeShards(stamp, (whole,)), told["tiers"])
 
-    def store(self, slot: int, load: NodeShards, levels: list[str]) -> None:
+    def store(self, slot: int, load: NodeShards, tiers: list[str]) -> None:
         self.worker.stores.wait(20)
         problem = None
-        if "durable" in levels and self.worker._server is not None:
+        if "durable" in tiers and self.worker._server is not None:
             try:
                 with self.worker.one_by_one:
                     self.worker.tier.store(load)
@@ -161,8 +161,8 @@ class _Rank:
                 problem = str(error)
         self.busy.pop(slot, None)
         try:
-            for level in levels:
-                stored = StoreResult(load.stamp, level, 0.1, len(load.parts[0].image), problem)  # type: ignore[arg-type]
+            for tier in tiers:
+                stored = StoreResult(load.stamp, tier, 0.1, len(load.parts[0].image), problem)  # type: ignore[arg-type]
                 self.tell(stored)
         except OSError:
             return

@@ -16,8 +16,8 @@ from typing import Any, get_args
 
 import pytest
 
-from hpcrun.checkpoint.levels import GenerationId, StoreResult
 from hpcrun.checkpoint.parity.peers import PeerClient, PeerCredentials, PeerError, PeerReply, PeerServer
+from hpcrun.checkpoint.tier import CheckpointId, StoreResult
 from hpcrun.checkpoint.worker_messages import GenerationSealed, SaveFailed, WorkerReady
 from hpcrun.health.preflight import PreflightRequest
 from hpcrun.launch.agents.connection import (
@@ -379,7 +379,7 @@ def test_what_we_say_makes_sense() -> None:
     answers: list[Any] = [NodeReport(1, event) for event in events]
     answers += [RendezvousAnswer(1, node.answer(request)), *map(node.probe_peers, steps)]
     node.close()
-    stamp = GenerationId("ab", 1, 2, 1, 1)
+    stamp = CheckpointId("ab", 1, 2, 1, 1)
     answers += [
         ForwardedMessage(message)
         for message in (

@@ -220,7 +220,7 @@ def test_a_record_of_other_kinds_proves_nothing(saved_run: RunDir, job: Path, tm
     wrong: list[dict[str, Any]] = [
         {"step": "../../x"}, {"step": -1}, {"step": True}, {"step": 1 << 70}, {"world_size": 0},
         {"generation": "../../../home"}, {"generation": 5}, {"file_bytes": (-1,)}, {"file_bytes": ("x",)},
-        {"manifest_bytes": -5}, {"manifest_hash": None}, {"level": ["x"]}, {"written": "soon"},
+        {"manifest_bytes": -5}, {"manifest_hash": None}, {"tier": ["x"]}, {"written": "soon"},
     ]  # fmt: skip
     assert isinstance(parse_commit_record(tmp_path, render_commit_record(good)), SavedCheckpoint)
     for change in wrong:

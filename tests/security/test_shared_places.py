@@ -24,11 +24,11 @@ from hpcrun.checkpoint.flush.arena import (
 from hpcrun.checkpoint.flush.local_tier import LocalTier
 from hpcrun.checkpoint.flush.stale_memory import clean_up_stale_memory
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import InventoryEntry
 from hpcrun.checkpoint.objects.open_store import open_object_store
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.restore.outside_copies import find_local_inventory
 from hpcrun.checkpoint.restore.sources import NodeCopy
+from hpcrun.checkpoint.tier import InventoryEntry
 from hpcrun.errors import SiteError
 from hpcrun.files import UntrustedFileError, write_output
 from hpcrun.health import probes
@@ -98,7 +98,7 @@ def plant_top(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "closed directory", "deep directory", "link", "pipe", "file"])
-def test_a_taken_name_in_shared_memory_costs_neither_files_nor_the_memory_level(kind: str) -> None:
+def test_a_taken_name_in_shared_memory_costs_neither_files_nor_the_memory_tier(kind: str) -> None:
     def use() -> None:
         before = precious("n1/slot-0-0.bin", "n1/slot-0-0.json", "n1/guest-x", "r/n1/file", "run.json")
         said: list[str] = []

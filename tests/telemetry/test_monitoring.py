@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hpcrun.runs.checkpoint_stats import CheckpointStats, LevelStats
+from hpcrun.runs.checkpoint_stats import CheckpointStats, TierStats
 from hpcrun.runs.time_account import BUCKETS
 from hpcrun.specs.shipped import shipped_file
 from hpcrun.telemetry.prometheus_metrics import RunMetrics, metric_samples
@@ -32,7 +32,7 @@ def rules() -> list[dict[str, Any]]:
 
 def exported() -> dict[str, set[str]]:
     """The labels of every series there can be, by its name."""
-    saves = CheckpointStats({"durable": LevelStats(saves=1, lag_s=1.0, ratio=1.0)}, undurable_since=1.0)
+    saves = CheckpointStats({"durable": TierStats(saves=1, lag_s=1.0, ratio=1.0)}, durable_since=1.0)
     tally = RunCounters(attempt=1, step=1, saved_step=1, saved_at=1.0, saves=saves)
     roles = dict.fromkeys(("active", "spare", "excluded"), 1)
     found: dict[str, set[str]] = {}

@@ -1,1 +1,1 @@
-"""The checkpoint worker: a save's way from memory through the levels, beside training."""
+"""The checkpoint worker: a save's way from memory through the tiers, beside training."""

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Literal
 
 from hpcrun.checkpoint.format import PART_ALIGN, align_size
-from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
 from hpcrun.checkpoint.policy.shm_capacity import ShmCapacity, measure_shm_capacity
+from hpcrun.checkpoint.tier import CheckpointId, HeldPart, InventoryEntry
 from hpcrun.errors import SiteError
 from hpcrun.files import OwnedDirectory, UntrustedFileError, is_tamper_proof_directory
 from hpcrun.units import format_bytes
@@ -183,7 +183,7 @@ class Arena:
     """Of each rank of this attempt, in the order in which it knows them."""
     old: list[ArenaSlot] = field(default_factory=list)
     """Slots that are in use by no rank, and hold something."""
-    evict_replicas: Callable[[Callable[[GenerationId], bool]], None] = lambda _may_drop: None
+    evict_replicas: Callable[[Callable[[CheckpointId], bool]], None] = lambda _may_drop: None
     """Lets go of what else is here of states that may be dropped."""
 
     def __post_init__(self) -> None:
@@ -213,7 +213,7 @@ class Arena:
         self,
         sizes: dict[int, int],
         count: int,
-        may_drop: Callable[[GenerationId], bool],
+        may_drop: Callable[[CheckpointId], bool],
         parity_bytes: int = 0,
     ) -> dict[int, list[ArenaSlot]]:
         """Slots for all ranks of the node, `count` each, or one where two do not fit; SiteError where none.
@@ -308,7 +308,7 @@ class Arena:
         generation: str,
         published: str | None,
         attempt: int,
-        is_elsewhere: Callable[[GenerationId], bool],
+        is_elsewhere: Callable[[CheckpointId], bool],
     ) -> ArenaSlot | str:
         """A slot for a rank's next state, emptied; or why there is none now.
 
@@ -324,7 +324,7 @@ class Arena:
         why = []
         for slot in sorted(mine, key=_slot_age):
             if slot.in_flight or slot.state == "filled":
-                why.append(f"{slot.path.name} is on its way to the next level")
+                why.append(f"{slot.path.name} is on its way to the next tier")
                 continue
             stamp = slot.record.stamp if slot.record is not None else None
             if (
@@ -347,7 +347,7 @@ class Arena:
 
     def holdings(self, node: str) -> list[InventoryEntry]:
         """What is sealed here, by generation, the newest last."""
-        found: dict[GenerationId, list[HeldPart]] = {}
+        found: dict[CheckpointId, list[HeldPart]] = {}
         for slot in self.every():
             if (record := slot.record) is not None:
                 one = HeldPart(record.number, str(slot.path), 0, record.part)

@@ -1,4 +1,4 @@
-"""The durable level: the run directory, committed by workers that agree through its files alone.
+"""The durable tier: the run directory, committed by workers that agree through its files alone.
 
     .step-00000016.ATTEMPT/
         data-00002.bin      a node's parts, at the places that the plan gave them
@@ -43,10 +43,10 @@ from hpcrun.checkpoint.format import (
     render_tensors,
 )
 from hpcrun.checkpoint.generation import read_part_tail
-from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, InventoryEntry, NodeShards, SealedPart
 from hpcrun.checkpoint.lustre.direct import write_file_direct
 from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
 from hpcrun.checkpoint.part_writer import open_shared_file, write_image
+from hpcrun.checkpoint.tier import CheckpointId, InventoryEntry, NodeShards, SealedPart, TierName
 from hpcrun.errors import SiteError
 from hpcrun.specs.records import write_atomically
 from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint
@@ -107,7 +107,7 @@ class _PartRecords:
     """Of each part, a digest of what its tail lists but for the hashes."""
     layout: dict[str, Any]
 
-    def add(self, told: dict[str, Any] | None, stamp: GenerationId) -> bool:
+    def add(self, told: dict[str, Any] | None, stamp: CheckpointId) -> bool:
         """Take in a record; False where it is none of this generation."""
         if told is None or told.get("stamp") != asdict(stamp):
             return False
@@ -120,7 +120,7 @@ class _PartRecords:
 class DurableTier:
     """Writes a node's share of a generation to the run directory, and has a part in committing it."""
 
-    level: CheckpointLevel = "durable"
+    name: TierName = "durable"
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class DurableTier:
         """Write and remove a file in the run directory; OSError where that cannot be."""
         check_writable(self._checkpoints)
 
-    def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
+    def abandon(self, stamp: CheckpointId, numbers: Sequence[int], why: str) -> None:
         """Tell the others that these parts will not come."""
         draft = self._draft(stamp)
         if not self._is_committed(draft):
@@ -214,7 +214,7 @@ class DurableTier:
             for problem in apply_retention(self._checkpoints, self._keep, keep_every=self._keep_every):
                 self._say(problem)
 
-    def _draft(self, stamp: GenerationId) -> GenerationDraft:
+    def _draft(self, stamp: CheckpointId) -> GenerationDraft:
         return locate_draft(self._checkpoints, stamp.step, stamp.attempt, bytes.fromhex(stamp.generation))
 
     def _write(self, draft: GenerationDraft, load: NodeShards) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class DurableTier:
             os.close(descriptor)
         return {}
 
-    def _commit(self, draft: GenerationDraft, stamp: GenerationId) -> None:
+    def _commit(self, draft: GenerationDraft, stamp: CheckpointId) -> None:
         """When the records of all parts are there; the records themselves do not stay."""
         told = self._await_parts(draft, stamp)
         parts = [told.parts[number] for number in range(stamp.world_size)]
@@ -297,7 +297,7 @@ class DurableTier:
         )
         self._has_committed = True
 
-    def _await_parts(self, draft: GenerationDraft, stamp: GenerationId) -> _PartRecords:
+    def _await_parts(self, draft: GenerationDraft, stamp: CheckpointId) -> _PartRecords:
         """Of all nodes together."""
         read, whole = set[str](), _PartRecords({}, {}, {})
         for _ in self._poll_until_timeout(f"the parts of all {stamp.world_size} ranks of step {stamp.step}"):
@@ -322,7 +322,7 @@ class DurableTier:
             if not wanted:
                 break
 
-    def _await_commit(self, draft: GenerationDraft, stamp: GenerationId) -> None:
+    def _await_commit(self, draft: GenerationDraft, stamp: CheckpointId) -> None:
         vanished: float | None = None
         for _ in self._poll_until_timeout(f"step {stamp.step} to be committed by the node of rank 0"):
             if self._is_committed(draft):
@@ -355,7 +355,7 @@ class DurableTier:
         return isinstance(saved, SavedCheckpoint) and saved.generation == draft.generation.hex()
 
     def _give_up(
-        self, draft: GenerationDraft, stamp: GenerationId, numbers: Sequence[int], error: Exception
+        self, draft: GenerationDraft, stamp: CheckpointId, numbers: Sequence[int], error: Exception
     ) -> None:
         """Publish the failure so that waiting peers stop early; if that write fails too, they time out."""
         if self._is_committed(draft):
@@ -413,7 +413,7 @@ def _read_share_record(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _raise_if_failed(path: Path, stamp: GenerationId) -> None:
+def _raise_if_failed(path: Path, stamp: CheckpointId) -> None:
     """SiteError where a worker says that a generation is lost."""
     told = _read_share_record(path)
     if told is not None and told.get("generation") == stamp.generation:

@@ -1,4 +1,4 @@
-"""The local level: a node's own disk, where every save is one file with a small record beside it.
+"""The local tier: a node's own disk, where every save is one file with a small record beside it.
 
 DIRECTORY/RUN/NODE/step-00000016.GENERATION.bin     the node's parts, one after the other
 DIRECTORY/RUN/NODE/step-00000016.GENERATION.json    where each lies in it; without it the file is nothing
@@ -22,9 +22,9 @@ from typing import Any
 from hpcrun.checkpoint.flush.arena import escape_run_id
 from hpcrun.checkpoint.flush.stall_watch import StallWatch
 from hpcrun.checkpoint.format import PART_ALIGN, Part, align_size
-from hpcrun.checkpoint.levels import CheckpointLevel, GenerationId, HeldPart, InventoryEntry, NodeShards
 from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
 from hpcrun.checkpoint.part_writer import write_image
+from hpcrun.checkpoint.tier import CheckpointId, HeldPart, InventoryEntry, NodeShards, TierName
 from hpcrun.errors import SiteError
 from hpcrun.files import OwnedDirectory, UntrustedFileError, make_directories
 from hpcrun.local_identity import expand_path
@@ -36,7 +36,7 @@ _PROBE_NAME = ".prove"
 class LocalTier:
     """Keeps sealed parts on the node's own disk."""
 
-    level: CheckpointLevel = "local"
+    name: TierName = "local"
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class LocalTier:
             told = parse_checksummed(json.loads(files.read(record)))
             size = files.size_of(name)
             parts = [HeldPart(**{**one, "part": Part(**one["part"])}) for one in told["parts"]]
-            stamp = GenerationId(**told["stamp"])
+            stamp = CheckpointId(**told["stamp"])
         except (OSError, UntrustedFileError, ValueError, KeyError, TypeError):
             return None
         if told.get("run") != self._run_id or not parts:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcrun.checkpoint.flush.tier_context import TierContext
-from hpcrun.checkpoint.levels import InventoryEntry
 from hpcrun.checkpoint.parity.parity_tier import ParityTier
 from hpcrun.checkpoint.parity.peers import PartServer, PeerClient, PeerCredentials, PeerServer
 from hpcrun.checkpoint.parity.rebuild import rebuild_members
 from hpcrun.checkpoint.restore_plan import RebuildOrder
+from hpcrun.checkpoint.tier import InventoryEntry
 from hpcrun.errors import SiteError
 from hpcrun.messages.lines import describe_version_mismatch
 
@@ -44,7 +44,7 @@ class PeerService:
             self._peers.update_addresses(around.peers)
 
     def tier(self, around: TierContext) -> ParityTier | None:
-        """The station of an attempt's set, the same one for as long as these are the same."""
+        """The tier of an attempt's set, the same one for as long as these are the same."""
         if around.set is None or not around.parity:
             return None
         if self._server is None or self._peers is None:

@@ -1,4 +1,4 @@
-"""The way of a save through the levels: sealed in memory, then from station to station, beside training.
+"""The way of a save through the tiers: sealed in memory, then from tier to tier, beside training.
 
 One thread seals, another goes with the loads: one load after the other, oldest first, because nodes that
 chose differently would wait for each other. A third copies to the object store what is in the run directory,
@@ -23,58 +23,58 @@ from hpcrun.checkpoint.flush.stall_watch import StallWatch
 from hpcrun.checkpoint.flush.throttle import Throttle
 from hpcrun.checkpoint.flush.tier_context import SupportsAbandon, UsesNodeMemory
 from hpcrun.checkpoint.format import PART_ALIGN, Part, align_size
-from hpcrun.checkpoint.levels import (
-    CHECKPOINT_LEVELS,
-    CheckpointLevel,
-    GenerationId,
+from hpcrun.checkpoint.os_errors import explain_os_error
+from hpcrun.checkpoint.part_record import PartRecord
+from hpcrun.checkpoint.seal import SlotPlan, seal_part
+from hpcrun.checkpoint.tier import (
+    TIER_NAMES,
+    CheckpointId,
     InventoryEntry,
     NodeShards,
     SealedPart,
     StoreResult,
     Tier,
+    TierName,
 )
-from hpcrun.checkpoint.os_errors import explain_os_error
-from hpcrun.checkpoint.part_record import PartRecord
-from hpcrun.checkpoint.seal import SlotPlan, seal_part
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint, resumable_checkpoints
 
-_WHOLE_COPY_LEVELS: frozenset[CheckpointLevel] = frozenset({"local", "durable", "object"})
-"""Levels that have a node's parts themselves, and not only what others need to make them again."""
-_NODE_OWNED_LEVELS: tuple[CheckpointLevel, ...] = ("local", "parity")
-"""Levels that each node cleans up for itself."""
-_PRUNED_LEVELS: tuple[CheckpointLevel, ...] = (*_NODE_OWNED_LEVELS, "durable")
-"""Levels where old states are deleted when a new one is stored: afterwards, nobody waits for that."""
+_WHOLE_COPY_TIERS: frozenset[TierName] = frozenset({"local", "durable", "object"})
+"""Tiers that have a node's parts themselves, and not only what others need to make them again."""
+_NODE_OWNED_TIERS: tuple[TierName, ...] = ("local", "parity")
+"""Tiers that each node cleans up for itself."""
+_PRUNED_TIERS: tuple[TierName, ...] = (*_NODE_OWNED_TIERS, "durable")
+"""Tiers where old states are deleted when a new one is stored: afterwards, nobody waits for that."""
 _SUPERSEDED = "left behind: a newer save was due"
 
 
 class PipelineListener:
     """Who hears of what became of a save; the methods are called in the worker's own thread."""
 
-    def sealed(self, rank: int, stamp: GenerationId) -> None:
+    def sealed(self, rank: int, stamp: CheckpointId) -> None:
         """A rank's part is sealed."""
 
-    def all_sealed(self, stamp: GenerationId, size_bytes: int) -> None:
+    def all_sealed(self, stamp: CheckpointId, size_bytes: int) -> None:
         """The parts of all ranks of the node are."""
 
     def stored(self, stored: StoreResult, ranks: Sequence[int]) -> None:
-        """What came of a load at a level."""
+        """What came of a load at a tier."""
 
-    def failed(self, stamp: GenerationId, ranks: Sequence[int], why: str) -> None:
+    def failed(self, stamp: CheckpointId, ranks: Sequence[int], why: str) -> None:
         """A generation goes nowhere from here."""
 
     def stalled(
-        self, stamp: GenerationId, level: CheckpointLevel, ranks: Sequence[int], what: str, seconds: float
+        self, stamp: CheckpointId, tier: TierName, ranks: Sequence[int], what: str, seconds: float
     ) -> None:
-        """A load at a level has not got on for so long."""
+        """A load at a tier has not got on for so long."""
 
 
 @dataclass
 class _SealingGeneration:
     """A generation of which some ranks' parts are not sealed yet."""
 
-    stamp: GenerationId
-    levels: list[CheckpointLevel]
+    stamp: CheckpointId
+    tiers: list[TierName]
     slots: dict[int, ArenaSlot] = field(default_factory=dict)
     rested_s: float = 0.0
 
@@ -84,7 +84,7 @@ class _Transfer:
     """A load on its way."""
 
     load: NodeShards
-    levels: list[CheckpointLevel]
+    tiers: list[TierName]
     slots: list[ArenaSlot]
     why_not: str = ""
     """Set when it goes no further than it has come."""
@@ -97,20 +97,20 @@ class _Transfer:
 
 
 class FlushPipeline:
-    """Seals what ranks have filled, and takes it from station to station."""
+    """Seals what ranks have filled, and takes it from tier to tier."""
 
     def __init__(self, arena: Arena, listener: PipelineListener, wake: Callable[[], None]) -> None:
         """`wake` is called in other threads, whenever `settle` has something to do."""
         self.arena, self._listener, self._wake = arena, listener, wake
         self.throttle, self.watch = Throttle(), StallWatch()
-        self._at: tuple[GenerationId, CheckpointLevel] | None = None
+        self._at: tuple[CheckpointId, TierName] | None = None
         """What the watch is about."""
         self.ranks: tuple[int, ...] = ()
         """Of this node, in this attempt."""
         self.published: str | None = None
         self._degraded_for = ""
-        self._tiers: Mapping[CheckpointLevel, Tier] = {}
-        self._missing: Mapping[CheckpointLevel, str] = {}
+        self._tiers: Mapping[TierName, Tier] = {}
+        self._missing: Mapping[TierName, str] = {}
         self._checkpoints: Path | None = None
         self._hurry = threading.Event()
         self._outcomes = SimpleQueue[Callable[[], None]]()
@@ -123,18 +123,18 @@ class FlushPipeline:
         self._to_release: set[str] | None = None
         """What stays, of all that is to be let go of and has not been yet."""
         self._kept: set[str] = set()
-        """Generations that some level but memory has whole."""
+        """Generations that some tier but memory has whole."""
         self._failed: set[str] = set()
         """Those that will never be whole on this node."""
 
     def configure(
         self,
-        stations: Mapping[CheckpointLevel, Tier],
-        missing: Mapping[CheckpointLevel, str],
+        tiers: Mapping[TierName, Tier],
+        missing: Mapping[TierName, str],
         checkpoints: Path,
         hurry: threading.Event,
     ) -> None:
-        """The stations of an attempt, and why others are missing; what is on its way is hurried on."""
+        """The tiers of an attempt, and why others are missing; what is on its way is hurried on."""
         if hurry is not self._hurry:
             self._hurry.set()
             self.hasten()
@@ -143,16 +143,16 @@ class FlushPipeline:
             for gathering in list(self._being_sealed.values()):
                 self.fail(gathering.stamp, "the attempt is over")
             self.published = None
-        self._tiers, self._missing = stations, missing
+        self._tiers, self._missing = tiers, missing
         self._checkpoints, self._hurry = checkpoints, hurry
 
     @property
-    def levels(self) -> list[CheckpointLevel]:
-        """Those below memory that it has stations for."""
-        return [level for level in CHECKPOINT_LEVELS if level in self._tiers]
+    def tiers(self) -> list[TierName]:
+        """Those below memory that it has."""
+        return [name for name in TIER_NAMES if name in self._tiers]
 
     def reserve(self, sizes: dict[int, int], count: int) -> dict[int, list[ArenaSlot]]:
-        """Slots for the node's ranks, with room for what stations keep in memory; SiteError: none fit."""
+        """Slots for the node's ranks, with room for what tiers keep in memory; SiteError: none fit."""
         block = sum(align_size(size, PART_ALIGN) for size in sizes.values())
         takers = [one for one in self._tiers.values() if isinstance(one, UsesNodeMemory)]
         beside = sum(one.memory_bytes(block) for one in takers)
@@ -174,7 +174,7 @@ class FlushPipeline:
 
     @property
     def is_at_tier(self) -> bool:
-        """Whether a station may have stopped without a word."""
+        """Whether a tier may have stopped without a word."""
         return self._at is not None
 
     @property
@@ -191,9 +191,7 @@ class FlushPipeline:
         if self._is_busy:
             self.throttle.hasten()
 
-    def fill(
-        self, slot: ArenaSlot, plan: SlotPlan, stamp: GenerationId, levels: list[CheckpointLevel]
-    ) -> None:
+    def fill(self, slot: ArenaSlot, plan: SlotPlan, stamp: CheckpointId, tiers: list[TierName]) -> None:
         """A rank has copied its bytes into a slot that it had claimed."""
         if stamp.generation in self._failed:
             slot.empty()
@@ -202,18 +200,18 @@ class FlushPipeline:
         slot.state, slot.in_flight = "filled", True
         if stamp.generation not in self._being_sealed:
             self.throttle.begin_save()
-            self._being_sealed[stamp.generation] = _SealingGeneration(stamp, levels)
+            self._being_sealed[stamp.generation] = _SealingGeneration(stamp, tiers)
         sealing = self._seal_executor.submit(self._seal, slot, plan, stamp)
         self._when_done(sealing, lambda: self._sealed(slot, plan, stamp, sealing))
 
-    def _seal(self, slot: ArenaSlot, plan: SlotPlan, stamp: GenerationId) -> tuple[Part, float]:
+    def _seal(self, slot: ArenaSlot, plan: SlotPlan, stamp: CheckpointId) -> tuple[Part, float]:
         """In a thread of its own; the part, and how long it rested."""
         self.throttle.start()
         image = slot.image(plan.layout.size_bytes)
         part = seal_part(image, bytes.fromhex(stamp.generation), plan, self.throttle.rest)
         return part, self.throttle.rested_s
 
-    def _sealed(self, slot: ArenaSlot, plan: SlotPlan, stamp: GenerationId, sealing: Future[Any]) -> None:
+    def _sealed(self, slot: ArenaSlot, plan: SlotPlan, stamp: CheckpointId, sealing: Future[Any]) -> None:
         gathering = self._being_sealed.get(stamp.generation)
         error = sealing.exception()
         if error is None:
@@ -246,11 +244,11 @@ class FlushPipeline:
             parts.append(SealedPart(record.number, record.part, image, str(slot.path)))
         load = NodeShards(gathering.stamp, tuple(parts))
         self._listener.all_sealed(load.stamp, _shards_size(load))
-        levels: list[CheckpointLevel] = [
-            level for level in CHECKPOINT_LEVELS[1:] if level in gathering.levels and level != "object"
+        tiers: list[TierName] = [
+            name for name in TIER_NAMES[1:] if name in gathering.tiers and name != "object"
         ]
-        is_copied = "object" in gathering.levels
-        journey = _Transfer(load, levels, slots, is_copied=is_copied, rested_s=gathering.rested_s)
+        is_copied = "object" in gathering.tiers
+        journey = _Transfer(load, tiers, slots, is_copied=is_copied, rested_s=gathering.rested_s)
         self._transfers.append(journey)
         going = self._transfer_executor.submit(self._run_transfer, journey, self._tiers, self._missing)
         self._when_done(going, lambda: self._arrived(journey, going))
@@ -272,29 +270,27 @@ class FlushPipeline:
             stored = StoreResult(copy.load.stamp, "object", 0.0, 0, f"{type(error).__name__}: {error}")
             self._listener.stored(stored, self.ranks)
 
-    def fail(self, stamp: GenerationId, why: str) -> None:
+    def fail(self, stamp: CheckpointId, why: str) -> None:
         """A generation that cannot become whole on this node; also other nodes are told."""
         gathering = self._being_sealed.pop(stamp.generation, None)
         for slot in gathering.slots.values() if gathering is not None else ():
             slot.in_flight = False
         self._failed.add(stamp.generation)
         self._listener.failed(stamp, self.ranks, why)
-        self.withdraw(
-            stamp, self.ranks, why, gathering.levels if gathering is not None else CHECKPOINT_LEVELS
-        )
+        self.withdraw(stamp, self.ranks, why, gathering.tiers if gathering is not None else TIER_NAMES)
 
     def withdraw(
         self,
-        stamp: GenerationId,
+        stamp: CheckpointId,
         numbers: Sequence[int],
         why: str,
-        levels: Sequence[CheckpointLevel] = CHECKPOINT_LEVELS,
+        tiers: Sequence[TierName] = TIER_NAMES,
     ) -> None:
         """Tell other nodes, wherever they wait for them, that these parts will not come."""
-        for level in levels:
-            station = self._tiers.get(level)
-            if numbers and station is not None and isinstance(station, SupportsAbandon):
-                self._transfer_executor.submit(station.abandon, stamp, sorted(numbers), why)
+        for name in tiers:
+            tier = self._tiers.get(name)
+            if numbers and tier is not None and isinstance(tier, SupportsAbandon):
+                self._transfer_executor.submit(tier.abandon, stamp, sorted(numbers), why)
 
     def lose(self, rank: int) -> None:
         """A rank is gone: what it has begun to fill is garbage, and what others wait for will not come."""
@@ -328,19 +324,19 @@ class FlushPipeline:
     def _release(self) -> None:
         """After what is on its way; where the worker ends before that, at its end."""
         kept, self._to_release = self._to_release, None
-        for level in _NODE_OWNED_LEVELS if kept is not None else ():
-            if (station := self._tiers.get(level)) is not None:
+        for name in _NODE_OWNED_TIERS if kept is not None else ():
+            if (tier := self._tiers.get(name)) is not None:
                 with contextlib.suppress(OSError, SiteError):
-                    station.retain(kept or ())
+                    tier.retain(kept or ())
 
     def holdings(self, node: str) -> list[InventoryEntry]:
-        """All that this node has, at its levels."""
+        """All that this node has, at its tiers."""
         found = self.arena.holdings(node)
-        for station in self._tiers.values():
-            found += station.holdings()
+        for tier in self._tiers.values():
+            found += tier.holdings()
         return found
 
-    def is_kept_elsewhere(self, stamp: GenerationId) -> bool:
+    def is_kept_elsewhere(self, stamp: CheckpointId) -> bool:
         """Whether a state would still be there without this node's memory, or a newer one is."""
         if stamp.generation in self._kept:
             return True
@@ -375,44 +371,44 @@ class FlushPipeline:
     def _run_transfer(
         self,
         journey: _Transfer,
-        stations: Mapping[CheckpointLevel, Tier],
-        missing: Mapping[CheckpointLevel, str],
+        tiers: Mapping[TierName, Tier],
+        missing: Mapping[TierName, str],
     ) -> None:
-        """In a thread of its own: from station to station; one that fails does not hold up the others."""
+        """In a thread of its own: from tier to tier; one that fails does not hold up the others."""
         load = journey.load
-        for level in journey.levels:
+        for name in journey.tiers:
             self.throttle.start()
             began, facts, problem = time.monotonic(), dict[str, Any](), journey.why_not or None
-            station = stations.get(level)
-            if station is None:
-                problem = missing.get(level) or f"this worker has no level {level}"
+            tier = tiers.get(name)
+            if tier is None:
+                problem = missing.get(name) or f"this worker has no tier {name}"
             elif problem is None:
-                if level != "object":  # that has a thread of its own, and limits of its own
-                    self._at = load.stamp, level
+                if name != "object":  # that has a thread of its own, and limits of its own
+                    self._at = load.stamp, name
                 try:
-                    facts = station.store(load)
+                    facts = tier.store(load)
                 except OSError as error:
                     problem = explain_os_error(error, self._checkpoints or Path())
                 except SiteError as error:
                     problem = str(error)
                 finally:
-                    if level != "object":
+                    if name != "object":
                         self._at = None
                         self.watch.done()
-            elif isinstance(station, SupportsAbandon):
-                station.abandon(load.stamp, [one.number for one in load.parts], problem)
+            elif isinstance(tier, SupportsAbandon):
+                tier.abandon(load.stamp, [one.number for one in load.parts], problem)
             seconds = time.monotonic() - began - self.throttle.rested_s
             journey.rested_s += self.throttle.rested_s
             if journey.rested_s:
                 facts = facts | {"rested_s": round(journey.rested_s, 6)}
-            journey.is_durable |= level == "durable" and problem is None
-            stored = StoreResult(load.stamp, level, seconds, _shards_size(load), problem, facts)
+            journey.is_durable |= name == "durable" and problem is None
+            stored = StoreResult(load.stamp, name, seconds, _shards_size(load), problem, facts)
             self._post(partial(self._note, stored))
-            if level in _PRUNED_LEVELS and station is not None and problem is None:
+            if name in _PRUNED_TIERS and tier is not None and problem is None:
                 with contextlib.suppress(OSError, SiteError):  # it is tried again after the next
-                    station.retain(self._generations_to_keep(station.holdings(), load.stamp))
+                    tier.retain(self._generations_to_keep(tier.holdings(), load.stamp))
 
-    def _generations_to_keep(self, held: Sequence[InventoryEntry], stamp: GenerationId) -> set[str]:
+    def _generations_to_keep(self, held: Sequence[InventoryEntry], stamp: CheckpointId) -> set[str]:
         """The newest published generation and what is newer; where none is published, the newest two."""
         stamps = sorted((one.stamp for one in held), key=lambda one: (one.attempt, one.step))
         names = [one.generation for one in stamps]
@@ -420,7 +416,7 @@ class FlushPipeline:
         return {stamp.generation, *names[first:]}
 
     def _note(self, stored: StoreResult) -> None:
-        if stored.problem is None and stored.level in _WHOLE_COPY_LEVELS:
+        if stored.problem is None and stored.tier in _WHOLE_COPY_TIERS:
             self._kept.add(stored.stamp.generation)
         self._listener.stored(stored, self.ranks)
 

@@ -10,8 +10,8 @@ from hpcrun.checkpoint import worker_messages as wire
 from hpcrun.checkpoint.flush.arena import ArenaSlot
 from hpcrun.checkpoint.flush.pipeline import FlushPipeline, PipelineListener
 from hpcrun.checkpoint.format import ChunkSpec
-from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, CheckpointLevel, GenerationId, StoreResult
 from hpcrun.checkpoint.seal import SlotPlan, plan_slot
+from hpcrun.checkpoint.tier import TIER_NAMES, CheckpointId, StoreResult, TierName
 from hpcrun.errors import SiteError
 
 SendMessage = Callable[[Any], None]
@@ -109,7 +109,7 @@ class RankRequestHandler(PipelineListener):
             count = min(wish[1] for wish in decided.values())
             for rank, slots in pipeline.reserve(sizes, count).items():
                 answers[rank] = wire.SlotsReserved(
-                    tuple(str(slot.path) for slot in slots), tuple(pipeline.levels)
+                    tuple(str(slot.path) for slot in slots), tuple(pipeline.tiers)
                 )
         except (SiteError, OSError) as error:
             answers = {rank: wire.RequestRefused(str(error)) for rank in ranks}
@@ -132,7 +132,7 @@ class RankRequestHandler(PipelineListener):
         return wire.SlotClaimed(pipeline.arena.slots[request.rank].index(slot))
 
     def _fill(self, pipeline: FlushPipeline, known: _ConnectedRank, request: wire.SlotFilled) -> None:
-        levels = [level for level in CHECKPOINT_LEVELS if level in request.levels]
+        tiers = [tier for tier in TIER_NAMES if tier in request.tiers]
         slots = pipeline.arena.slots.get(request.rank, [])
         slot = slots[request.slot] if 0 <= request.slot < len(slots) else None
         plan = known.plans.get(request.key)
@@ -141,13 +141,13 @@ class RankRequestHandler(PipelineListener):
             # It comes from before this worker, or never was.
             pipeline.fail(request.stamp, f"rank {request.rank}: {problem}")
             return
-        pipeline.fill(slot, plan, request.stamp, levels)
+        pipeline.fill(slot, plan, request.stamp, tiers)
 
-    def sealed(self, rank: int, stamp: GenerationId) -> None:
+    def sealed(self, rank: int, stamp: CheckpointId) -> None:
         """Tell the rank."""
         self._send([rank], wire.PartSealed(stamp))
 
-    def all_sealed(self, stamp: GenerationId, size_bytes: int) -> None:
+    def all_sealed(self, stamp: CheckpointId, size_bytes: int) -> None:
         """Tell the host."""
         self._tell_host(wire.GenerationSealed(stamp, size_bytes))
 
@@ -155,21 +155,21 @@ class RankRequestHandler(PipelineListener):
         """Tell the ranks and the host."""
         self._tell_host(stored)
         why = stored.problem
-        self._send(ranks, stored if why is None else wire.SaveFailed(stored.stamp, stored.level, why))
+        self._send(ranks, stored if why is None else wire.SaveFailed(stored.stamp, stored.tier, why))
 
-    def failed(self, stamp: GenerationId, ranks: Sequence[int], why: str) -> None:
+    def failed(self, stamp: CheckpointId, ranks: Sequence[int], why: str) -> None:
         """Tell the ranks and the host."""
         message = wire.SaveFailed(stamp, "memory", why)
         self._send(ranks, message)
         self._tell_host(message)
 
     def stalled(
-        self, stamp: GenerationId, level: CheckpointLevel, ranks: Sequence[int], what: str, seconds: float
+        self, stamp: CheckpointId, tier: TierName, ranks: Sequence[int], what: str, seconds: float
     ) -> None:
         """Tell the ranks, and people."""
         why = f"{what}: nothing has moved for {seconds:.0f} s"
-        self._send(ranks, wire.SaveStalled(stamp, level, why, seconds))
-        self._tell_host(wire.WorkerLog(f"the save of step {stamp.step} ({level}) is held up: {why}"))
+        self._send(ranks, wire.SaveStalled(stamp, tier, why, seconds))
+        self._tell_host(wire.WorkerLog(f"the save of step {stamp.step} ({tier}) is held up: {why}"))
 
     def _send(self, ranks: Sequence[int], message: wire.RankNews) -> None:
         for rank in ranks:
@@ -177,7 +177,7 @@ class RankRequestHandler(PipelineListener):
                 known.send(message)
 
 
-def _find_fill_problem(slot: ArenaSlot | None, plan: SlotPlan | None, stamp: GenerationId) -> str:
+def _find_fill_problem(slot: ArenaSlot | None, plan: SlotPlan | None, stamp: CheckpointId) -> str:
     """Why what was filled cannot be taken; empty where it can."""
     if slot is None:
         return "has no such slot"

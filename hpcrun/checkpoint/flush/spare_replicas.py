@@ -23,10 +23,10 @@ from typing import Any, Protocol
 from hpcrun.checkpoint.flush.arena import Arena
 from hpcrun.checkpoint.flush.throttle import Throttle
 from hpcrun.checkpoint.format import PART_ALIGN, DamagedError, Part, align_size
-from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.parity.files import ASIDE_SUFFIX, AtomicFile
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.part_record import PartRecord, parse_part_record, render_part_record
+from hpcrun.checkpoint.tier import CheckpointId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.worker_messages import CopyParts, PartsCopied
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.files import OwnedDirectory, UntrustedFileError
@@ -66,7 +66,7 @@ class _CopyOrder:
     """One copying, and whether it has been called off."""
 
     number: int
-    stamp: GenerationId
+    stamp: CheckpointId
     nodes: tuple[str, ...]
     peer_reader: PeerReader
     over: threading.Event = field(default_factory=threading.Event)
@@ -131,7 +131,7 @@ class SpareReplicaStore:
         self.end()
         self._let_go(lambda one: one.stamp.generation != generation or one.number not in numbers)
 
-    def _evict(self, may_drop: Callable[[GenerationId], bool]) -> None:
+    def _evict(self, may_drop: Callable[[CheckpointId], bool]) -> None:
         self._let_go(lambda record: may_drop(record.stamp))
 
     def _let_go(self, needless: Callable[[PartRecord], bool]) -> None:
@@ -180,7 +180,7 @@ class SpareReplicaStore:
         """All that a node's ranks have sealed; False where there is no room for it."""
         order.check()
         told = order.peer_reader.ask(node, {"do": "share", "generation": order.stamp.generation})
-        if GenerationId(**told["stamp"]) != order.stamp:
+        if CheckpointId(**told["stamp"]) != order.stamp:
             raise ValueError(
                 f"{node}: has another state under the name of generation {order.stamp.generation}"
             )
@@ -198,7 +198,7 @@ class SpareReplicaStore:
     def _path(self, record: PartRecord) -> Path:
         return self._files.path / f"{_PREFIX}{record.stamp.generation}-{record.number}.bin"
 
-    def _make_room(self, records: Iterable[PartRecord], stamp: GenerationId) -> bool:
+    def _make_room(self, records: Iterable[PartRecord], stamp: CheckpointId) -> bool:
         """Whether so much more fits; older copies give way where it does not fit beside them."""
         size = sum(align_size(one.part.size_bytes, PART_ALIGN) for one in records)
         with self._lock:
@@ -274,7 +274,7 @@ def _find_replicas(files: OwnedDirectory) -> dict[Path, PartRecord]:
 
 
 def _replica_inventory(held: Mapping[Path, PartRecord], node: str) -> list[InventoryEntry]:
-    of = dict[GenerationId, list[HeldPart]]()
+    of = dict[CheckpointId, list[HeldPart]]()
     for path, record in held.items():
         of.setdefault(record.stamp, []).append(HeldPart(record.number, str(path), 0, record.part))
     return [

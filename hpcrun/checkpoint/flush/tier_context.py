@@ -10,8 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from hpcrun.checkpoint.flush.stall_watch import StallWatch
 from hpcrun.checkpoint.flush.throttle import Throttle
-from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, Tier
 from hpcrun.checkpoint.restore_plan import RebuildOrder
+from hpcrun.checkpoint.tier import CheckpointId, InventoryEntry, Tier
 from hpcrun.checkpoint.worker_messages import ConfigureWorker
 from hpcrun.specs.checkpoint import CheckpointSpec
 from hpcrun.specs.rundir import RunDir
@@ -19,7 +19,7 @@ from hpcrun.specs.rundir import RunDir
 
 @dataclass(frozen=True)
 class TierContext:
-    """Everything that a station may need to know."""
+    """Everything that a tier may need to know."""
 
     run: RunDir
     node: str
@@ -27,7 +27,7 @@ class TierContext:
     spec: CheckpointSpec
     attempt: int
     arena: Path
-    """The folder of this node's arena; a station's own files in it begin with the name of its level."""
+    """The folder of this node's arena; a tier's own files in it begin with its name."""
     set: tuple[str, ...] | None = None
     """The nodes of this node's erasure set, in order."""
     parity: int = 0
@@ -50,7 +50,7 @@ class TierContext:
     """This worker's own side of the talk between nodes."""
 
     def on_write(self, count: int) -> None:
-        """A station has written something: it gets on, and may have to rest."""
+        """A tier has written something: it gets on, and may have to rest."""
         self.watch.note_progress()
         self.throttle.rest(count)
 
@@ -73,15 +73,15 @@ def make_tier_context(order: ConfigureWorker, arena: Path) -> TierContext:
 
 @runtime_checkable
 class SupportsAbandon(Protocol):
-    """A station where other nodes wait for this one's parts."""
+    """A tier where other nodes wait for this one's parts."""
 
-    def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
+    def abandon(self, stamp: CheckpointId, numbers: Sequence[int], why: str) -> None:
         """Tell them that these parts will not come."""
 
 
 @runtime_checkable
 class UsesNodeMemory(Protocol):
-    """A station that keeps something in the memory of this node, beside the slots."""
+    """A tier that keeps something in the memory of this node, beside the slots."""
 
     def memory_bytes(self, block_bytes: int) -> int:
         """How much at most, where the ranks of the node write so much."""
@@ -89,7 +89,7 @@ class UsesNodeMemory(Protocol):
 
 @runtime_checkable
 class SupportsWriteProbe(Protocol):
-    """A station that can be tried before there is anything to store."""
+    """A tier that can be tried before there is anything to store."""
 
     def prove(self) -> None:
         """Write and remove next to nothing where saves will go; OSError or SiteError where that fails."""
@@ -105,7 +105,7 @@ class PeerServiceProtocol(Protocol):
         """The set, the peers or the attempt are others now."""
 
     def tier(self, around: TierContext) -> Tier | None:
-        """The station that keeps parity, where this node is in a set; SiteError where it cannot."""
+        """The tier that keeps parity, where this node is in a set; SiteError where it cannot."""
 
     def rebuild(self, order: RebuildOrder) -> InventoryEntry:
         """Make again what an order `rebuild` asks for; OSError or SiteError where it cannot be made."""

@@ -11,12 +11,12 @@ from hpcrun.checkpoint.flush.tier_context import (
     PeerServiceProtocol,
     TierContext,
 )
-from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, Tier
 from hpcrun.checkpoint.lustre.storage import CheckpointStorage
 from hpcrun.checkpoint.objects.object_tier import ObjectTier
+from hpcrun.checkpoint.tier import InventoryEntry, Tier, TierName
 
 TierFactory = Callable[[TierContext], Tier | None]
-"""None where the job does not ask for this level. OSError or SiteError where the node cannot have it."""
+"""None where the job does not ask for this tier. OSError or SiteError where the node cannot have it."""
 
 OpenPeerService = Callable[[TierContext, Callable[[], Sequence[InventoryEntry]]], PeerServiceProtocol]
 """Given a way to ask for all that this node holds; called once, with the first `configure`."""
@@ -26,8 +26,8 @@ def _make_local_tier(around: TierContext) -> Tier | None:
     directory = around.spec.local
     if directory is None:
         return None
-    station = LocalTier(str(directory), around.run.run_id, around.node, around.on_write, around.say)
-    return station.with_watch(around.watch)
+    tier = LocalTier(str(directory), around.run.run_id, around.node, around.on_write, around.say)
+    return tier.with_watch(around.watch)
 
 
 _DIRECT_IO_FILE_SYSTEMS = ("ext4", "xfs")
@@ -69,13 +69,13 @@ def _open_peer_service(
     return PeerService(around, holdings)
 
 
-TIER_FACTORIES: dict[CheckpointLevel, TierFactory] = {
+TIER_FACTORIES: dict[TierName, TierFactory] = {
     "local": _make_local_tier,
     "parity": _make_parity_tier,
     "durable": _make_durable_tier,
     "object": _make_object_tier,
 }
-"""A level that is missing here is not offered."""
+"""A tier that is missing here is not offered."""
 
 OPEN_PEER_SERVICE: OpenPeerService | None = _open_peer_service
 """It listens where the host has named an address and a secret."""

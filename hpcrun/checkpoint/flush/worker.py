@@ -44,9 +44,9 @@ from hpcrun.checkpoint.flush.tier_context import (
     make_tier_context,
 )
 from hpcrun.checkpoint.flush.tiers import OpenPeerService, TierFactory
-from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, Tier
 from hpcrun.checkpoint.parity.blocks import list_parity_entries
 from hpcrun.checkpoint.part_check import DamagedPart, exclude_damaged_parts, find_damaged_parts
+from hpcrun.checkpoint.tier import InventoryEntry, Tier, TierName
 from hpcrun.errors import SiteError
 from hpcrun.files import OwnedDirectory
 from hpcrun.messages.lines import MessageStream, VersionMismatchError, listen_unix_socket
@@ -71,10 +71,10 @@ class CheckpointWorker:
         self,
         root: Path,
         host: MessageStream[wire.WorkerOrder],
-        factories: Mapping[CheckpointLevel, TierFactory] | None = None,
+        factories: Mapping[TierName, TierFactory] | None = None,
         open_neighbour: OpenPeerService | None = None,
     ) -> None:
-        """`root`: where arenas lie; the others: what is in `stations`."""
+        """`root`: where arenas lie; the others default to those of `flush/tiers.py`."""
         self._root, self._host = root, host
         self._factories = tiers.TIER_FACTORIES if factories is None else factories
         self._open_peer_service = open_neighbour or tiers.OPEN_PEER_SERVICE
@@ -262,24 +262,24 @@ class CheckpointWorker:
             self._withdraw(around)
             # A file system that hangs must not keep anybody from what is in memory, nor us from our end.
             threading.Thread(target=self._prove, args=(found,), name="prove", daemon=True).start()
-        for level, why in missing.items():
+        for name, why in missing.items():
             if why:
-                self._host.send(wire.WorkerLog(f"level {level}: {why}"))
+                self._host.send(wire.WorkerLog(f"tier {name}: {why}"))
         peers = self._peer_service
         address, port = (peers.address, peers.port) if peers is not None else (None, None)
-        levels = ("memory", *found)
-        self._host.send(wire.WorkerReady(address, port, str(around.arena / SOCKET_NAME), levels))
+        tiers = ("memory", *found)
+        self._host.send(wire.WorkerReady(address, port, str(around.arena / SOCKET_NAME), tiers))
 
-    def _prove(self, found: Mapping[CheckpointLevel, Tier]) -> None:
-        """In a thread of its own: whether saves can get to each level, before there are any."""
+    def _prove(self, found: Mapping[TierName, Tier]) -> None:
+        """In a thread of its own: whether saves can get to each tier, before there are any."""
         problems: dict[str, str] = {}
-        for level, station in found.items():
-            if isinstance(station, SupportsWriteProbe):
+        for name, tier in found.items():
+            if isinstance(tier, SupportsWriteProbe):
                 try:
-                    station.prove()
+                    tier.prove()
                 except (OSError, SiteError) as error:
                     where = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-                    problems[level] = f"{where}{getattr(error, 'strerror', None) or error}"
+                    problems[name] = f"{where}{getattr(error, 'strerror', None) or error}"
         self._answer(wire.WritesProbed(problems))
 
     def _say(self, text: str) -> None:
@@ -330,7 +330,7 @@ class CheckpointWorker:
         found = pipeline.holdings(node)
         if self._guests is not None:
             found += self._guests.holdings(node)
-        if not any(one.level == "parity" for one in found):
+        if not any(one.tier == "parity" for one in found):
             # Also a node that is in no set now may keep what others need.
             found += list_parity_entries(pipeline.arena.files)
         return exclude_damaged_parts(found, self._damaged_parts) if self._damaged_parts else found
@@ -410,20 +410,20 @@ class _RankConnection:
 
 
 def _make_tiers(
-    factories: Mapping[CheckpointLevel, TierFactory], around: TierContext
-) -> tuple[dict[CheckpointLevel, Tier], dict[CheckpointLevel, str]]:
+    factories: Mapping[TierName, TierFactory], around: TierContext
+) -> tuple[dict[TierName, Tier], dict[TierName, str]]:
     """Those that the node can have, and for the others why not; empty where the job does not ask for it."""
-    found, missing = dict[CheckpointLevel, Tier](), dict[CheckpointLevel, str]()
-    for level, make in factories.items():
+    found, missing = dict[TierName, Tier](), dict[TierName, str]()
+    for name, make in factories.items():
         try:
-            station = make(around)
+            tier = make(around)
         except (OSError, SiteError) as error:
-            missing[level] = str(error)
+            missing[name] = str(error)
             continue
-        if station is None:
-            missing[level] = ""
+        if tier is None:
+            missing[name] = ""
         else:
-            found[level] = station
+            found[name] = tier
     return found, missing
 
 

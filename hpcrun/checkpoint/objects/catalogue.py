@@ -25,9 +25,9 @@ from typing import NamedTuple, TypeVar
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from hpcrun.checkpoint.format import MANIFEST_NAME, PART_ALIGN, DamagedError, data_file_name
-from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.objects.open_store import open_object_store
 from hpcrun.checkpoint.objects.store import ListedObject, ObjectStore
+from hpcrun.checkpoint.tier import CheckpointId
 from hpcrun.errors import UsageError
 from hpcrun.specs.descent import lineage_order, select_lineage
 from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, UnreadableCheckpoint, parse_commit_record
@@ -69,7 +69,7 @@ class ObjectCopy:
     """A committed generation in a store."""
 
     saved: SavedCheckpoint
-    """Its record, with level `object`."""
+    """Its record, with tier `object`."""
     place: str
     """What the keys of its objects begin with."""
     url: str
@@ -79,10 +79,10 @@ class ObjectCopy:
     """What the listing already shows to be wrong with it."""
 
     @property
-    def stamp(self) -> GenerationId:
+    def stamp(self) -> CheckpointId:
         """Which state it is of."""
         saved = self.saved
-        return GenerationId(
+        return CheckpointId(
             saved.generation, saved.step, saved.position, saved.world_size, saved.attempt, saved.descent
         )
 
@@ -293,7 +293,7 @@ def _parse_copy(
     if key != f"step-{saved.step:08d}.{saved.generation}":
         return BrokenObjectCopy(url, f"{COMMIT_RECORD} is the record of another generation")
     return ObjectCopy(
-        replace(saved, level="object"), f"{place}{key}/", url, names, _find_listing_problem(saved, names)
+        replace(saved, tier="object"), f"{place}{key}/", url, names, _find_listing_problem(saved, names)
     )
 
 

@@ -51,7 +51,7 @@ def download_copy(
     aside.mkdir(exist_ok=True, mode=0o700)
     for number, objects in enumerate(indexes):
         _fetch_file(store, copy, objects, aside / data_file_name(number), show)
-    home = replace(copy.saved, path=aside, level="durable")
+    home = replace(copy.saved, path=aside, tier="durable")
     write_synced_file(aside / MANIFEST_NAME, manifest)
     with GenerationReader(home) as generation:
         if damage := next(generation.damages(), None):

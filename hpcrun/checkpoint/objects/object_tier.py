@@ -1,4 +1,4 @@
-"""Level `object` of a checkpoint worker: its node's share of a save goes to the object store.
+"""Tier `object` of a checkpoint worker: its node's share of a save goes to the object store.
 
 It is read from the run directory, so that a slow store keeps no memory from the next save.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from hpcrun.checkpoint.format import MANIFEST_NAME, data_file_name
-from hpcrun.checkpoint.levels import CheckpointLevel, InventoryEntry, NodeShards
 from hpcrun.checkpoint.objects.catalogue import prune_object_copies, run_key_prefix
 from hpcrun.checkpoint.objects.open_store import open_object_store
 from hpcrun.checkpoint.objects.store import RetryPolicy
@@ -25,19 +24,20 @@ from hpcrun.checkpoint.objects.upload import (
     commit_object_copy,
     upload_file,
 )
+from hpcrun.checkpoint.tier import InventoryEntry, NodeShards, TierName
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.specs.checkpoint import ObjectSpec
 from hpcrun.specs.saves import COMMIT_RECORD, SavedCheckpoint, read_saved_checkpoints
 
 
 class ObjectTier:
-    """Level `object` of a node: its own data file; the node with part 0 commits and cleans up.
+    """Tier `object` of a node: its own data file; the node with part 0 commits and cleans up.
 
     A copy is always one of a generation that the run directory has, whose manifest and record it takes: what
     was not committed there is not copied.
     """
 
-    level: CheckpointLevel = "object"
+    name: TierName = "object"
 
     def __init__(
         self,

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from hpcrun.checkpoint.format import PART_ALIGN, align_size
-from hpcrun.checkpoint.levels import HeldParity, InventoryEntry, SetMember, parse_inventory_entry
 from hpcrun.checkpoint.parity.erasure import StripeGeometry
 from hpcrun.checkpoint.parity.files import ASIDE_SUFFIX
 from hpcrun.checkpoint.part_record import parse_checksummed, render_checksummed
+from hpcrun.checkpoint.tier import HeldParity, InventoryEntry, SetMember, parse_inventory_entry
 from hpcrun.files import OwnedDirectory, UntrustedFileError
 
 

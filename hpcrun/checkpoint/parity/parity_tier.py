@@ -1,4 +1,4 @@
-"""The parity level: the nodes of an erasure set make parity of one another's parts, all of them or none.
+"""The parity tier: the nodes of an erasure set make parity of one another's parts, all of them or none.
 
 Every member offers its block and its place in the round; each fetches what it is to encode from the others,
 so that no node needs more memory than a few windows. A member goes through
@@ -7,7 +7,7 @@ so that no node needs more memory than a few windows. A member goes through
     encoded    the parities of its stripe are made, and those for others can be fetched
     done       all parity that it is to keep lies whole in its arena
 
-and the level has the generation when all are done. A member that has failed says so, and says it for good:
+and the tier has the generation when all are done. A member that has failed says so, and says it for good:
 it was never done, so that nobody has taken the generation for safe, and the others let go of theirs.
 """
 
@@ -25,14 +25,6 @@ from typing import Any, Literal, TypeVar
 from xxhash import xxh3_64
 
 from hpcrun.checkpoint.format import Part
-from hpcrun.checkpoint.levels import (
-    CheckpointLevel,
-    GenerationId,
-    HeldParity,
-    InventoryEntry,
-    NodeShards,
-    SetMember,
-)
 from hpcrun.checkpoint.parity.blocks import (
     list_parity_entries,
     map_block_range,
@@ -52,6 +44,14 @@ from hpcrun.checkpoint.parity.erasure import (
 )
 from hpcrun.checkpoint.parity.files import AtomicFile, read_file_at
 from hpcrun.checkpoint.parity.peers import PeerClient, PeerError, PeerReply, PeerServer, check_byte_range
+from hpcrun.checkpoint.tier import (
+    CheckpointId,
+    HeldParity,
+    InventoryEntry,
+    NodeShards,
+    SetMember,
+    TierName,
+)
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.files import OwnedDirectory, UntrustedFileError
 
@@ -74,7 +74,7 @@ class _MemberFailedError(SiteError):
 class _ParityRound:
     """One generation, as this node stands to it."""
 
-    stamp: GenerationId
+    stamp: CheckpointId
     member: SetMember
     standing: RoundState = "open"
     why: str = ""
@@ -96,7 +96,7 @@ class _ParityRound:
 class ParityTier:
     """Keeps parity for the other nodes of this node's erasure set, and has them keep ours."""
 
-    level: CheckpointLevel = "parity"
+    name: TierName = "parity"
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ParityTier:
         return parity_memory_bytes(block_bytes, len(self._members), self._parity)
 
     def store(self, load: NodeShards) -> dict[str, Any]:
-        """Make parity with the other members; SiteError or OSError: the level does not have it."""
+        """Make parity with the other members; SiteError or OSError: the tier does not have it."""
         begin = time.monotonic()
         parity_round = self._open(load)
         try:
@@ -165,7 +165,7 @@ class ParityTier:
             }
         remove_parity_files(self._files, set(generations) | now)
 
-    def abandon(self, stamp: GenerationId, numbers: Sequence[int], why: str) -> None:
+    def abandon(self, stamp: CheckpointId, numbers: Sequence[int], why: str) -> None:
         """This node will not store these parts of a generation: the others need not wait for it."""
         was_done = self._find_finished_member(stamp) is not None
         with self._changed:
@@ -355,7 +355,7 @@ class ParityTier:
         )
 
     def _serve_standing(self, request: dict[str, Any]) -> PeerReply:
-        stamp, state = GenerationId(**request["stamp"]), request["wanted"]
+        stamp, state = CheckpointId(**request["stamp"]), request["wanted"]
         place = _STATE_ORDER.index(state)
 
         def stands() -> _ParityRound | None:
@@ -383,14 +383,14 @@ class ParityTier:
             return _state_reply("failed", why)
         return _state_reply("unknown", "")
 
-    def _is_past(self, stamp: GenerationId) -> bool:
-        """Whether a newer state has come here already; stations take them in order."""
+    def _is_past(self, stamp: CheckpointId) -> bool:
+        """Whether a newer state has come here already; tiers take them in order."""
         return stamp.generation not in self._rounds and any(
             (parity_round.stamp.attempt, parity_round.stamp.step) > (stamp.attempt, stamp.step)
             for parity_round in self._rounds.values()
         )
 
-    def _find_finished_member(self, stamp: GenerationId) -> SetMember | None:
+    def _find_finished_member(self, stamp: CheckpointId) -> SetMember | None:
         """What this node has put into a generation that an earlier worker of it has come to the end of."""
         for holding in self.holdings():
             if holding.stamp == stamp and holding.parity is not None:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hpcrun.checkpoint.levels import CHECKPOINT_LEVELS, InventoryEntry
 from hpcrun.checkpoint.parity.blocks import make_geometry
 from hpcrun.checkpoint.parity.files import read_file_at
+from hpcrun.checkpoint.tier import TIER_NAMES, InventoryEntry
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.messages.authentication import HANDSHAKE_S, Handshake, connect_authenticated, is_short_ascii
 from hpcrun.messages.frames import FRAME_BYTES, FramedConnection, FrameError, RateLimiter
@@ -298,7 +298,7 @@ def _error_text(error: OSError) -> str:
 
 
 class PartServer:
-    """Answers reads of parts and of parity, whatever level has them.
+    """Answers reads of parts and of parity, whatever tier has them.
 
     {"do": "part", "generation": g, "number": n, "at": position, "size": bytes}, and the same with "parity"
     and the number of a parity block; {"do": "share", "generation": g} for which parts there are, and
@@ -358,10 +358,10 @@ class PartServer:
         raise SiteError(f"has no parity {number} of generation {generation}")
 
     def _of(self, generation: str) -> list[InventoryEntry]:
-        """What there is of a generation, the quickest level first."""
+        """What there is of a generation, the quickest tier first."""
         with self._lock:
             if time.monotonic() > self._known_until:
-                self._known = sorted(self._holdings(), key=lambda one: CHECKPOINT_LEVELS.index(one.level))
+                self._known = sorted(self._holdings(), key=lambda one: TIER_NAMES.index(one.tier))
                 self._known_until = time.monotonic() + _INVENTORY_CACHE_S
             return [one for one in self._known if one.stamp.generation == generation]
 

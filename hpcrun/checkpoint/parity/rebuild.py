@@ -15,7 +15,6 @@ from typing import NamedTuple
 from xxhash import xxh3_64
 
 from hpcrun.checkpoint.format import DamagedError
-from hpcrun.checkpoint.levels import NODE_LEVELS, HeldPart, InventoryEntry, SetMember
 from hpcrun.checkpoint.parity.blocks import (
     compute_part_offsets,
     map_block_range,
@@ -33,6 +32,7 @@ from hpcrun.checkpoint.parity.files import AtomicFile, read_file_at
 from hpcrun.checkpoint.parity.peers import PeerClient, PeerError
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.restore_plan import SHARED_NODE, RebuildOrder
+from hpcrun.checkpoint.tier import NODE_TIERS, HeldPart, InventoryEntry, SetMember
 from hpcrun.files import OwnedDirectory
 
 
@@ -165,7 +165,7 @@ class _BlockRebuilder:
                 part = self._parts[span.number]
                 request = {"do": "part", "number": span.number, "at": span.at}
                 into = read.into[span.begin : span.begin + span.size]
-                shared = part.level not in NODE_LEVELS
+                shared = part.tier not in NODE_TIERS
                 self._read(part.node, part.path, part.at + span.at, request, into, shared=shared)
         except (PeerError, OSError) as error:
             raise _SourceLostError(source, str(error)) from None

@@ -1,1 +1,1 @@
-"""How often to save at which level, and what is kept."""
+"""How often to save at which tier, and what is kept."""

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from hpcrun.checkpoint.policy.failure_rates import FailureHistory, estimate_failure_rates
-from hpcrun.checkpoint.policy.interval import DEFAULT_OVERHEAD_BOUND, LevelGroup, LevelSaveCost, daly_interval
+from hpcrun.checkpoint.policy.interval import DEFAULT_OVERHEAD_BOUND, SaveGroup, TierSaveCost, daly_interval
 from hpcrun.specs.metrics import Metric, SaveMetric, StoredMetric
 from hpcrun.units import format_duration
 
@@ -37,11 +37,11 @@ class ChosenInterval:
 
 def choose_interval(nodes: int, stall_s: float, flush_s: float) -> ChosenInterval:
     """Return the interval for a job of this many nodes whose saves have this cost."""
-    tier = LevelGroup((LevelSaveCost("memory", stall_s), LevelSaveCost("durable", 0.0, flush_s)))
+    group = SaveGroup((TierSaveCost("memory", stall_s), TierSaveCost("durable", 0.0, flush_s)))
     rate = sum(
         estimate.per_s or 0.0
         for estimate in estimate_failure_rates(FailureHistory(), nodes)
-        if estimate.kind in tier.survives
+        if estimate.kind in group.survives
     )
     best = daly_interval(stall_s, rate)
     interval_s = min(MAX_INTERVAL_S, max(MIN_INTERVAL_S, best))

@@ -1,6 +1,6 @@
 """How often a run fails, by what is lost with it: from what the user's runs saw and what others published.
 
-A failure is known by the nearest level that survives it, because that level is what it costs.
+A failure is known by the nearest tier that survives it, because that tier is what it costs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from hpcrun.checkpoint.levels import CheckpointLevel
+from hpcrun.checkpoint.tier import TierName
 from hpcrun.units import format_duration
 
 FailureKind = Literal["process", "node", "site", "storage"]
@@ -20,7 +20,7 @@ FAILURE_KINDS: Mapping[FailureKind, str] = {
     "storage": "the file system has lost or spoiled what was saved",
 }
 """From the mildest on: what survives one survives those before it."""
-SURVIVED_FAILURES: Mapping[CheckpointLevel, tuple[FailureKind, ...]] = {
+SURVIVED_FAILURES: Mapping[TierName, tuple[FailureKind, ...]] = {
     "memory": ("process",),
     "local": ("process",),
     "parity": ("process", "node"),
@@ -42,7 +42,7 @@ class FailurePrior:
 
 _STOPS_PER_NODE_DAY = 419 / 54 / (16384 / 8)
 _LLAMA_SOURCE = "Llama 3 report: 419 stops in 54 days on 16,384 GPUs, taken as nodes of 8"
-_SCR_SOURCE = "SCR: its near levels were enough for 85 % of failures"
+_SCR_SOURCE = "SCR: its near tiers were enough for 85 % of failures"
 _DLROVER_SOURCE = "DLRover: 75 % of faults end with a restart of the processes on the same nodes"
 FAILURE_PRIORS: Mapping[FailureKind, FailurePrior] = {
     "process": FailurePrior(0.75 * _STOPS_PER_NODE_DAY, f"{_LLAMA_SOURCE}; {_DLROVER_SOURCE}"),

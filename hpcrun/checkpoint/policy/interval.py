@@ -1,6 +1,6 @@
-"""How often to save at each level: from the cost of a save, the time of its flush, and the failure rates.
+"""How often to save at each tier: from the cost of a save, the time of its flush, and the failure rates.
 
-Levels that are saved at the same steps are a tier. Failures that a tier survives, and no nearer one, cost
+Tiers that are saved at the same steps are a group. Failures that a group survives, and no nearer one, cost
 half of its interval each, and each save costs the time that training visibly waits: the sum is least at the
 interval of J. W. Young (Communications of the ACM 17, 1974), with the term of higher order of J. T. Daly
 (Future Generation Computer Systems 22, 2006). Training continues during a flush: that is no cost, but adds to
@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from hpcrun.checkpoint.levels import CheckpointLevel
 from hpcrun.checkpoint.policy.failure_rates import SURVIVED_FAILURES, FailureKind
+from hpcrun.checkpoint.tier import TierName
 from hpcrun.units import format_duration
 
 BacklogPolicy = Literal["wait", "skip", "degrade"]
@@ -26,28 +26,28 @@ _MIN_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
-class LevelSaveCost:
-    """What one save costs at one level, in seconds."""
+class TierSaveCost:
+    """What one save costs at one tier, in seconds."""
 
-    level: CheckpointLevel
+    tier: TierName
     stall_s: float = 0.0
     """For which training visibly waits, or by which it is slower."""
     flush_s: float = 0.0
-    """That the level itself takes, in the background."""
+    """That the tier itself takes, in the background."""
     restart_s: float = 0.0
-    """From a failure until training continues from this level."""
+    """From a failure until training continues from this tier."""
 
 
 @dataclass(frozen=True)
-class LevelGroup:
-    """Levels that are saved at the same steps."""
+class SaveGroup:
+    """Tiers that are saved at the same steps."""
 
-    costs: tuple[LevelSaveCost, ...]
+    costs: tuple[TierSaveCost, ...]
 
     @property
     def name(self) -> str:
-        """Its levels in words."""
-        return " + ".join(cost.level for cost in self.costs)
+        """Its tiers in words."""
+        return " + ".join(cost.tier for cost in self.costs)
 
     @property
     def stall_s(self) -> float:
@@ -62,18 +62,18 @@ class LevelGroup:
     @property
     def survives(self) -> set[FailureKind]:
         """Failures that it survives."""
-        return {kind for cost in self.costs for kind in SURVIVED_FAILURES[cost.level]}
+        return {kind for cost in self.costs for kind in SURVIVED_FAILURES[cost.tier]}
 
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """How often a tier is saved."""
+    """How often a group is saved."""
 
-    tier: LevelGroup
+    group: SaveGroup
     every_s: float
     """Training between two saves."""
     times: int
-    """How many intervals of the tier before it takes; 1 for the first."""
+    """How many intervals of the group before it takes; 1 for the first."""
     rate_per_s: float
     """Of the failures that it is there for."""
     reasons: tuple[str, ...]
@@ -81,7 +81,7 @@ class SaveInterval:
 
 @dataclass(frozen=True)
 class IntervalAdvice:
-    """The intervals of all tiers, and what they cost."""
+    """The intervals of all groups, and what they cost."""
 
     intervals: tuple[SaveInterval, ...]
     overhead: float
@@ -109,28 +109,28 @@ def daly_interval(cost_s: float, rate_per_s: float) -> float:
     return math.sqrt(2.0 * cost_s * mean) * (1.0 + x / 3.0 + x * x / 9.0) - cost_s
 
 
-def storage_lag_s(tiers: Sequence[LevelGroup], index: int, level: CheckpointLevel) -> float:
-    """From the moment of a save until this level of this tier has it: levels take it one after the other."""
+def storage_lag_s(groups: Sequence[SaveGroup], index: int, tier: TierName) -> float:
+    """From the moment of a save until this tier of this group has it: tiers take it one after the other."""
     total = 0.0
-    for tier in tiers[: index + 1]:
-        for cost in tier.costs:
+    for group in groups[: index + 1]:
+        for cost in group.costs:
             total += cost.flush_s
-            if tier is tiers[index] and cost.level == level:
+            if group is groups[index] and cost.tier == tier:
                 return total
     return total
 
 
-def find_covering_level(tiers: Sequence[LevelGroup], kind: FailureKind) -> tuple[int, LevelSaveCost] | None:
-    """The nearest level that survives a kind of failure, and the tier that it is in; None where none does."""
-    for index, tier in enumerate(tiers):
-        for cost in tier.costs:
-            if kind in SURVIVED_FAILURES[cost.level]:
+def find_covering_tier(groups: Sequence[SaveGroup], kind: FailureKind) -> tuple[int, TierSaveCost] | None:
+    """The nearest tier that survives a kind of failure, and the group that it is in; None where none does."""
+    for index, group in enumerate(groups):
+        for cost in group.costs:
+            if kind in SURVIVED_FAILURES[cost.tier]:
                 return index, cost
     return None
 
 
 def recommend_intervals(
-    tiers: Sequence[LevelGroup],
+    groups: Sequence[SaveGroup],
     rates: Mapping[FailureKind, float],
     *,
     bound: float = DEFAULT_OVERHEAD_BOUND,
@@ -138,18 +138,18 @@ def recommend_intervals(
     slots: int = 2,
     on_backlog: BacklogPolicy = "wait",
 ) -> IntervalAdvice:
-    """The interval of each tier, nearest first; each is a multiple of the one before, in whole steps where
+    """The interval of each group, nearest first; each is a multiple of the one before, in whole steps where
     `step_s` is known.
 
     `rates`: failures a second of the whole job, kinds that are not known left out. `bound`: the largest share
     of time that saves may cost. `slots`: saves that the memory of a node holds.
     """
-    own = _covered_rates(tiers, rates)
-    pooled = _pool_intervals(tiers, own, bound)
+    own = _covered_rates(groups, rates)
+    pooled = _pool_intervals(groups, own, bound)
     reasons = [
-        [_explain_interval(tier, rate, want)] for tier, rate, want in zip(tiers, own, pooled, strict=True)
+        [_explain_interval(group, rate, want)] for group, rate, want in zip(groups, own, pooled, strict=True)
     ]
-    total = math.fsum(tier.stall_s / want for tier, want in zip(tiers, pooled, strict=True) if want)
+    total = math.fsum(group.stall_s / want for group, want in zip(groups, pooled, strict=True) if want)
     is_bound = total > bound * (1 + 1e-9)
     if is_bound:
         longer = total / bound
@@ -157,52 +157,54 @@ def recommend_intervals(
         note = f"saves would cost {total:.1%}: {longer:.3g} times as long for the bound of {bound:.1%}"
         for lines in reasons:
             lines.append(note)
-    floors = _minimum_intervals(tiers, slots, on_backlog)
-    for index in range(len(tiers) - 1, 0, -1):
+    floors = _minimum_intervals(groups, slots, on_backlog)
+    for index in range(len(groups) - 1, 0, -1):
         if pooled[index] <= pooled[index - 1] and floors[index] > floors[index - 1]:
             floors[index - 1] = floors[index]  # what is taken together waits together
     intervals: list[SaveInterval] = []
-    for index, tier in enumerate(tiers):
+    for index, group in enumerate(groups):
         goal = _IntervalGoal(pooled[index], *floors[index], is_bound)
         times, every_s, lines = _round_to_multiple(intervals, goal, step_s)
-        intervals.append(SaveInterval(tier, every_s, times, own[index], (*reasons[index], *lines)))
+        intervals.append(SaveInterval(group, every_s, times, own[index], (*reasons[index], *lines)))
     every = [interval.every_s for interval in intervals]
-    overhead = math.fsum(tier.stall_s / (t + tier.stall_s) for tier, t in zip(tiers, every, strict=True))
-    return IntervalAdvice(tuple(intervals), overhead, expected_waste(tiers, every, rates))
+    overhead = math.fsum(group.stall_s / (t + group.stall_s) for group, t in zip(groups, every, strict=True))
+    return IntervalAdvice(tuple(intervals), overhead, expected_waste(groups, every, rates))
 
 
 def expected_waste(
-    tiers: Sequence[LevelGroup], every_s: Sequence[float], rates: Mapping[FailureKind, float]
+    groups: Sequence[SaveGroup], every_s: Sequence[float], rates: Mapping[FailureKind, float]
 ) -> float:
     """The expected share of time that is not training.
 
-    Saves, and for each failure half an interval, the lag of the level that survives it, and the restart.
+    Saves, and for each failure half an interval, the lag of the tier that survives it, and the restart.
     """
-    total = math.fsum(tier.stall_s / (t + tier.stall_s) for tier, t in zip(tiers, every_s, strict=True) if t)
+    total = math.fsum(
+        group.stall_s / (t + group.stall_s) for group, t in zip(groups, every_s, strict=True) if t
+    )
     for kind, rate in rates.items():
-        if (covering := find_covering_level(tiers, kind)) is not None:
+        if (covering := find_covering_tier(groups, kind)) is not None:
             index, cost = covering
-            total += rate * (every_s[index] / 2 + storage_lag_s(tiers, index, cost.level) + cost.restart_s)
+            total += rate * (every_s[index] / 2 + storage_lag_s(groups, index, cost.tier) + cost.restart_s)
     return min(1.0, total)
 
 
-def _covered_rates(tiers: Sequence[LevelGroup], rates: Mapping[FailureKind, float]) -> list[float]:
-    """The failures that each tier is there for: those that it survives, and none nearer does."""
+def _covered_rates(groups: Sequence[SaveGroup], rates: Mapping[FailureKind, float]) -> list[float]:
+    """The failures that each group is there for: those that it survives, and none nearer does."""
     goals, before = [], set[FailureKind]()
-    for tier in tiers:
-        goals.append(math.fsum(rate for kind, rate in rates.items() if kind in tier.survives - before))
-        before |= tier.survives
+    for group in groups:
+        goals.append(math.fsum(rate for kind, rate in rates.items() if kind in group.survives - before))
+        before |= group.survives
     return goals
 
 
-def _pool_intervals(tiers: Sequence[LevelGroup], own: Sequence[float], bound: float) -> list[float]:
-    """Daly's interval of each tier; one that would come oftener than a nearer one goes together with it.
+def _pool_intervals(groups: Sequence[SaveGroup], own: Sequence[float], bound: float) -> list[float]:
+    """Daly's interval of each group; one that would come oftener than a nearer one goes together with it.
 
-    Of a tier whose failures are not known, the shortest that the bound allows.
+    Of a group whose failures are not known, the shortest that the bound allows.
     """
     pools: list[tuple[float, float, int]] = []
-    for tier, rate in zip(tiers, own, strict=True):
-        pools.append((tier.stall_s, rate, 1))
+    for group, rate in zip(groups, own, strict=True):
+        pools.append((group.stall_s, rate, 1))
         # Without a known failure it has no wish of its own.
         while (
             len(pools) > 1 and pools[-1][1] and daly_interval(*pools[-1][:2]) < daly_interval(*pools[-2][:2])
@@ -217,14 +219,14 @@ def _pool_intervals(tiers: Sequence[LevelGroup], own: Sequence[float], bound: fl
 
 
 def _minimum_intervals(
-    tiers: Sequence[LevelGroup], slots: int, on_backlog: BacklogPolicy
+    groups: Sequence[SaveGroup], slots: int, on_backlog: BacklogPolicy
 ) -> list[tuple[float, str]]:
-    """The shortest interval of each tier, and why."""
+    """The shortest interval of each group, and why."""
     floors, busy = [], 0.0
-    for tier in tiers:
-        busy += tier.flush_s
+    for group in groups:
+        busy += group.flush_s
         floors.append((busy, f"flushing a save of it takes {format_duration(busy)}"))
-    if tiers and on_backlog != "skip" and busy / max(1, slots) > floors[0][0]:
+    if groups and on_backlog != "skip" and busy / max(1, slots) > floors[0][0]:
         flushes = f"flushing the deepest save takes {format_duration(busy)}"
         what = f"{flushes}, and memory holds {slots} (on_backlog: {on_backlog})"
         floors[0] = (busy / max(1, slots), what)
@@ -259,12 +261,12 @@ def _round_to_multiple(
     return count if before else 1, count * unit, lines
 
 
-def _explain_interval(tier: LevelGroup, rate: float, wanted_s: float) -> str:
+def _explain_interval(group: SaveGroup, rate: float, wanted_s: float) -> str:
     if not rate:
         return "how often a failure needs it is not known: as often as the bound and its flush allow"
-    stall, between = format_duration(tier.stall_s), format_duration(1 / rate)
+    stall, between = format_duration(group.stall_s), format_duration(1 / rate)
     times = f"training waits {stall} a save, and one failure in {between} needs it"
-    if abs(daly_interval(tier.stall_s, rate) - wanted_s) > 1e-6 * max(wanted_s, 1.0):
-        return f"{times}; with the tier beside it, least is lost at {format_duration(wanted_s)} (Daly)"
-    young = format_duration(young_interval(tier.stall_s, rate))
+    if abs(daly_interval(group.stall_s, rate) - wanted_s) > 1e-6 * max(wanted_s, 1.0):
+        return f"{times}; with the group beside it, least is lost at {format_duration(wanted_s)} (Daly)"
+    young = format_duration(young_interval(group.stall_s, rate))
     return f"{times}: least is lost at {format_duration(wanted_s)} (Daly; Young {young})"

@@ -1,4 +1,4 @@
-"""Simulates a run that saves at several levels and fails as a trace says: the share of useful time.
+"""Simulates a run that saves at several tiers and fails as a trace says: the share of useful time.
 
 Between failures the saves of a run repeat, so one cycle of them is simulated step by step, with slots, flush
 and waiting, and the rest is arithmetic: years of a run with a thousand failures take little time.
@@ -12,14 +12,14 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hpcrun.checkpoint.levels import CheckpointLevel
 from hpcrun.checkpoint.policy.failure_rates import SURVIVED_FAILURES, FailureKind
-from hpcrun.checkpoint.policy.interval import BacklogPolicy, IntervalAdvice, LevelGroup, find_covering_level
+from hpcrun.checkpoint.policy.interval import BacklogPolicy, IntervalAdvice, SaveGroup, find_covering_tier
+from hpcrun.checkpoint.tier import TierName
 
 FailureEvent = tuple[float, FailureKind]
 """When (seconds since the start), and of which kind."""
 _MAX_CYCLE_SAVES, _MIN_CYCLE_SAVES = 2048, 64
-"""Of a cycle that is played through: a tier that comes more rarely than that is taken to come as often."""
+"""Of a cycle that is played through: a group that comes more rarely than that is taken to come as often."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class _SaveCycle:
     length_s: float
     ends: list[float]
     """When each save is over and training continues."""
-    stored: dict[CheckpointLevel, tuple[list[int], list[float]]] = field(default_factory=dict)
-    """For each level: which saves it gets, and when it has each; in this order."""
+    stored: dict[TierName, tuple[list[int], list[float]]] = field(default_factory=dict)
+    """For each tier: which saves it gets, and when it has each; in this order."""
 
 
 def draw_failure_trace(rates: Mapping[FailureKind, float], horizon_s: float, seed: int) -> list[FailureEvent]:
@@ -75,7 +75,7 @@ def draw_failure_trace(rates: Mapping[FailureKind, float], horizon_s: float, see
 
 
 def simulate_run(
-    tiers: Sequence[LevelGroup],
+    groups: Sequence[SaveGroup],
     every_s: Sequence[float],
     trace: Sequence[FailureEvent],
     horizon_s: float,
@@ -88,8 +88,8 @@ def simulate_run(
     A failure ends the flushes in progress, and a restart that is hit again begins anew.
     """
     times = [max(1, round(each / every_s[0])) for each in every_s]
-    cycle = _simulate_cycle(tiers, times, every_s[0], slots, on_backlog)
-    run = _SimulatedRun(tiers, cycle, every_s[0])
+    cycle = _simulate_cycle(groups, times, every_s[0], slots, on_backlog)
+    run = _SimulatedRun(groups, cycle, every_s[0])
     for at, kind in trace:
         if at < horizon_s:
             run.fail(at, kind)
@@ -99,7 +99,7 @@ def simulate_run(
 
 
 def check_advice(
-    tiers: Sequence[LevelGroup],
+    groups: Sequence[SaveGroup],
     advice: IntervalAdvice,
     rates: Mapping[FailureKind, float],
     *,
@@ -110,9 +110,9 @@ def check_advice(
 ) -> AdviceCheck | None:
     """Try the recommended intervals, their halves and doubles, and a grid around them, on the same trace.
 
-    Failures that no level survives are left out; None if no rate is known.
+    Failures that no tier survives are left out; None if no rate is known.
     """
-    rates = {kind: rate for kind, rate in rates.items() if find_covering_level(tiers, kind) is not None}
+    rates = {kind: rate for kind, rate in rates.items() if find_covering_tier(groups, kind) is not None}
     total = math.fsum(rates.values())
     if not total:
         return None
@@ -125,7 +125,7 @@ def check_advice(
         intervals = [every]
         for count, factor in zip(times[1:], factors, strict=True):
             intervals.append(intervals[-1] * max(1, round(count * factor)))
-        simulated = simulate_run(tiers, intervals, trace, horizon, slots=slots, on_backlog=on_backlog)
+        simulated = simulate_run(groups, intervals, trace, horizon, slots=slots, on_backlog=on_backlog)
         return IntervalCandidate(tuple(intervals), simulated.efficiency)
 
     same = [1.0] * (len(times) - 1)
@@ -139,13 +139,13 @@ def check_advice(
 
 
 class _SimulatedRun:
-    """The state of a simulated run: how far it is, and which of its saves each level has."""
+    """The state of a simulated run: how far it is, and which of its saves each tier has."""
 
-    def __init__(self, tiers: Sequence[LevelGroup], cycle: _SaveCycle, every_s: float) -> None:
-        self._costs = [cost for tier in tiers for cost in tier.costs]
+    def __init__(self, groups: Sequence[SaveGroup], cycle: _SaveCycle, every_s: float) -> None:
+        self._costs = [cost for group in groups for cost in group.costs]
         self._cycle, self._every_s = cycle, every_s
-        self._has = dict.fromkeys((cost.level for cost in self._costs), 0)
-        """The newest save of each level, by its number; 0 is the beginning."""
+        self._has = dict.fromkeys((cost.tier for cost in self._costs), 0)
+        """The newest save of each tier, by its number; 0 is the beginning."""
         self._from, self._begin = 0, 0.0
         self.position_s = self.lost_s = self.restart_s = 0.0
         self.failures = 0
@@ -161,10 +161,10 @@ class _SimulatedRun:
         self.position_s = min(
             done * self._every_s + max(0.0, at - self._moment(done)), (done + 1) * self._every_s
         )
-        for level, stored in cycle.stored.items():
+        for tier, stored in cycle.stored.items():
             newest = self._newest(*stored, at)
-            # What was taken before is there only if this level still has it.
-            self._has[level] = newest if newest > self._from else self._has[level]
+            # What was taken before is there only if this tier still has it.
+            self._has[tier] = newest if newest > self._from else self._has[tier]
 
     def end(self, at: float) -> None:
         """The end of the trace."""
@@ -179,7 +179,7 @@ class _SimulatedRun:
         return whole * self._cycle.length_s + self._cycle.ends[rest]
 
     def _newest(self, saves: Sequence[int], moments: Sequence[float], at: float) -> int:
-        """The newest save that a level has then, had there been no failure; 0 for none."""
+        """The newest save that a tier has then, had there been no failure; 0 for none."""
         length = self._cycle.length_s
         for rounds in range(int(at // length), -1, -1) if moments else ():
             if index := bisect_right(moments, at - rounds * length):
@@ -190,12 +190,12 @@ class _SimulatedRun:
         """Apply a failure: what is lost, and from where the run continues."""
         self.train(at)
         reached, self.failures = self.position_s, self.failures + 1
-        left = [cost for cost in self._costs if kind in SURVIVED_FAILURES[cost.level]]
-        best = max(left, key=lambda cost: self._has[cost.level], default=None)
-        save = self._has[best.level] if best else 0
+        left = [cost for cost in self._costs if kind in SURVIVED_FAILURES[cost.tier]]
+        best = max(left, key=lambda cost: self._has[cost.tier], default=None)
+        save = self._has[best.tier] if best else 0
         for cost in self._costs:
             if cost not in left:
-                self._has[cost.level] = 0
+                self._has[cost.tier] = 0
         restart = best.restart_s if best else max(cost.restart_s for cost in self._costs)
         self.restart_s += restart - max(0.0, self._begin - at)
         self._from, self._begin = save, at + restart
@@ -204,31 +204,31 @@ class _SimulatedRun:
 
 
 def _simulate_cycle(
-    tiers: Sequence[LevelGroup], times: Sequence[int], every_s: float, slots: int, on_backlog: BacklogPolicy
+    groups: Sequence[SaveGroup], times: Sequence[int], every_s: float, slots: int, on_backlog: BacklogPolicy
 ) -> _SaveCycle:
     """The last of several cycles, when queues are as full as they get."""
     counts = [min(count, _MAX_CYCLE_SAVES) for count in times]
     size = max(counts) * -(-_MIN_CYCLE_SAVES // max(counts))
     ends, free = list[float](), [0.0] * max(1, slots)
-    stored: dict[CheckpointLevel, list[tuple[int, float]]] = {
-        cost.level: [] for tier in tiers for cost in tier.costs
+    stored: dict[TierName, list[tuple[int, float]]] = {
+        cost.tier: [] for group in groups for cost in group.costs
     }
     now = worker = 0.0
     for number in range(1, 2 * size + 1):
         now += every_s
         begin = max(now, min(free))
         if begin == now or on_backlog != "skip":
-            due = [tier for tier, count in zip(tiers, counts, strict=True) if number % count == 0]
-            now = begin + math.fsum(tier.stall_s for tier in due)
+            due = [group for group, count in zip(groups, counts, strict=True) if number % count == 0]
+            now = begin + math.fsum(group.stall_s for group in due)
             worker = max(worker, now)
-            for due_cost in (cost for tier in due for cost in tier.costs):
+            for due_cost in (cost for group in due for cost in group.costs):
                 worker += due_cost.flush_s
-                stored[due_cost.level].append((number, worker))
+                stored[due_cost.tier].append((number, worker))
             free[free.index(min(free))] = worker
         ends.append(now)
     start = ends[size - 1]
     second = {
-        level: ([n - size for n, _ in stored_at if n > size], [at - start for n, at in stored_at if n > size])
-        for level, stored_at in stored.items()
+        tier: ([n - size for n, _ in stored_at if n > size], [at - start for n, at in stored_at if n > size])
+        for tier, stored_at in stored.items()
     }
     return _SaveCycle(ends[-1] - start, [end - start for end in ends[size:]], second)

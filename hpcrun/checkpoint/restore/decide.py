@@ -1,4 +1,4 @@
-"""Which generation a run goes on from: the newest that is whole, from any mix of levels and nodes.
+"""Which generation a run goes on from: the newest that is whole, from any mix of tiers and nodes.
 
 What a node holds is found by its content, whatever the node is called and wherever it came from. Parts go
 together when their whole stamps are equal; those of two generations never do.
@@ -11,24 +11,24 @@ from dataclasses import dataclass
 from dataclasses import replace as with_values
 from typing import NamedTuple
 
-from hpcrun.checkpoint.levels import (
-    CHECKPOINT_LEVELS,
-    CheckpointLevel,
-    GenerationId,
+from hpcrun.checkpoint.restore_plan import SHARED_NODE, PartSource, RebuildOrder, RestorePlan, SurvivingMember
+from hpcrun.checkpoint.tier import (
+    TIER_NAMES,
+    CheckpointId,
     HeldParity,
     InventoryEntry,
     SetMember,
+    TierName,
 )
-from hpcrun.checkpoint.restore_plan import SHARED_NODE, PartSource, RebuildOrder, RestorePlan, SurvivingMember
 from hpcrun.specs.descent import lineage_order, select_lineage
 from hpcrun.specs.saves import SavedCheckpoint, UnreadableCheckpoint, step_of_directory
 
 SUSPECT_AFTER_FAILURES = 2
 """So many failures, and a generation is passed over."""
-_LEVEL_COST = {level: cost for cost, level in enumerate(CHECKPOINT_LEVELS)}
+_TIER_COST = {tier: cost for cost, tier in enumerate(TIER_NAMES)}
 
 
-FindIntactParts = Callable[[GenerationId, Collection[int]], InventoryEntry | None]
+FindIntactParts = Callable[[CheckpointId, Collection[int]], InventoryEntry | None]
 """Those of the given parts of a generation that lie whole in the run directory, though it does not."""
 
 
@@ -36,7 +36,7 @@ FindIntactParts = Callable[[GenerationId, Collection[int]], InventoryEntry | Non
 class ObjectCandidate:
     """A generation that lies whole in an object store."""
 
-    stamp: GenerationId
+    stamp: CheckpointId
     url: str
 
 
@@ -60,7 +60,7 @@ def decide_restore(
     """
     near = _group_entries(holdings, {*nodes, SHARED_NODE})
     poisoned = {generation for generation, count in poison.items() if count >= SUSPECT_AFTER_FAILURES}
-    candidates: list[GenerationId | SavedCheckpoint | ObjectCandidate] = [*near, *saves, *objects]
+    candidates: list[CheckpointId | SavedCheckpoint | ObjectCandidate] = [*near, *saves, *objects]
     line = {
         lineage_order(candidate)
         for candidate in select_lineage(_candidate_id(candidate) for candidate in candidates)
@@ -86,18 +86,18 @@ def decide_restore(
     return RestorePlan(None, lost_steps=max(newest, 0), passed_over=tuple(passed_over), poisoned=used)
 
 
-def _candidate_id(candidate: GenerationId | SavedCheckpoint | ObjectCandidate) -> GenerationId:
+def _candidate_id(candidate: CheckpointId | SavedCheckpoint | ObjectCandidate) -> CheckpointId:
     if isinstance(candidate, ObjectCandidate):
         return candidate.stamp
-    return candidate if isinstance(candidate, GenerationId) else generation_id_of(candidate)
+    return candidate if isinstance(candidate, CheckpointId) else checkpoint_id_of(candidate)
 
 
 def _suspect_key(
-    candidate: GenerationId | SavedCheckpoint | ObjectCandidate, poisoned: Collection[str]
+    candidate: CheckpointId | SavedCheckpoint | ObjectCandidate, poisoned: Collection[str]
 ) -> str:
     """What a candidate is poisoned as; empty where it is not."""
     key = _candidate_id(candidate).generation
-    is_bad = key in poisoned or (isinstance(candidate, GenerationId) and node_failure_key(key) in poisoned)
+    is_bad = key in poisoned or (isinstance(candidate, CheckpointId) and node_failure_key(key) in poisoned)
     return key if is_bad else ""
 
 
@@ -110,7 +110,7 @@ def node_failure_key(generation: str) -> str:
     return f"near:{generation}"
 
 
-_RestoreCandidate = GenerationId | SavedCheckpoint | ObjectCandidate
+_RestoreCandidate = CheckpointId | SavedCheckpoint | ObjectCandidate
 
 
 class _MissingParts(NamedTuple):
@@ -128,7 +128,7 @@ class _RestoreCandidates:
 
     def __init__(
         self,
-        near: Mapping[GenerationId, list[InventoryEntry]],
+        near: Mapping[CheckpointId, list[InventoryEntry]],
         nodes: Sequence[str],
         check: Callable[[SavedCheckpoint], str | None],
         scraps: FindIntactParts,
@@ -150,8 +150,8 @@ class _RestoreCandidates:
                 )
             else:
                 usable.append(candidate)
-        plans, partial = [], dict[GenerationId, _MissingParts]()
-        for stamp in (candidate for candidate in usable if isinstance(candidate, GenerationId)):
+        plans, partial = [], dict[CheckpointId, _MissingParts]()
+        for stamp in (candidate for candidate in usable if isinstance(candidate, CheckpointId)):
             outcome = _plan_from_nodes(stamp, self._near[stamp], self._nodes)
             if isinstance(outcome, RestorePlan):
                 plans.append(outcome)
@@ -184,13 +184,13 @@ class _RestoreCandidates:
             if problem is None:
                 is_held = saved.generation in held
                 plan = RestorePlan(
-                    generation_id_of(saved), ("durable",), save=str(saved.path), is_mendable=is_held
+                    checkpoint_id_of(saved), ("durable",), save=str(saved.path), is_mendable=is_held
                 )
                 return plan, wrong
             wrong.append(f"{saved.path}: is damaged: {problem}")
         return None, wrong
 
-    def _mixed(self, partial: dict[GenerationId, _MissingParts]) -> RestorePlan | None:
+    def _mixed(self, partial: dict[CheckpointId, _MissingParts]) -> RestorePlan | None:
         """From what nodes hold and whole parts of files that are no whole save; it is no longer partial."""
         for stamp in sorted(partial, key=lambda item: -item.attempt):
             scraps = self._scraps(stamp, partial[stamp].numbers) if partial[stamp].numbers else None
@@ -204,10 +204,10 @@ class _RestoreCandidates:
         return None
 
 
-def generation_id_of(saved: SavedCheckpoint) -> GenerationId:
+def checkpoint_id_of(saved: SavedCheckpoint) -> CheckpointId:
     """Which state a save is of."""
     candidate = saved
-    return GenerationId(
+    return CheckpointId(
         candidate.generation,
         candidate.step,
         candidate.position,
@@ -219,14 +219,14 @@ def generation_id_of(saved: SavedCheckpoint) -> GenerationId:
 
 def _plan_cost(plan: RestorePlan) -> tuple[int, int, int]:
     assert plan.stamp is not None
-    worst = max((_LEVEL_COST[level] for level in plan.levels), default=0)
+    worst = max((_TIER_COST[tier] for tier in plan.tiers), default=0)
     return worst, len(plan.rebuilds), -plan.stamp.attempt
 
 
 def _group_entries(
     holdings: Iterable[InventoryEntry], living: Collection[str]
-) -> dict[GenerationId, list[InventoryEntry]]:
-    by_stamp: dict[GenerationId, list[InventoryEntry]] = {}
+) -> dict[CheckpointId, list[InventoryEntry]]:
+    by_stamp: dict[CheckpointId, list[InventoryEntry]] = {}
     for entry in holdings:
         if entry.node in living:
             by_stamp.setdefault(entry.stamp, []).append(entry)
@@ -234,7 +234,7 @@ def _group_entries(
 
 
 def _plan_from_nodes(
-    stamp: GenerationId, holdings: Sequence[InventoryEntry], nodes: Sequence[str]
+    stamp: CheckpointId, holdings: Sequence[InventoryEntry], nodes: Sequence[str]
 ) -> RestorePlan | _MissingParts:
     """How to get a generation from what nodes hold of it, or why that cannot be done."""
     sources: dict[int, PartSource] = {}
@@ -246,7 +246,7 @@ def _plan_from_nodes(
             return _MissingParts(
                 f"part {source.number} on {_source_place(previous)} is not the one on {_source_place(source)}"
             )
-        if _LEVEL_COST[source.level] < _LEVEL_COST[previous.level]:
+        if _TIER_COST[source.tier] < _TIER_COST[previous.tier]:
             sources[source.number] = source
     missing = set(range(stamp.world_size)) - sources.keys()
     rebuilds: list[RebuildOrder] = []
@@ -265,10 +265,10 @@ def _plan_from_nodes(
                 missing -= {number for index in order.lost for number, _ in members[index].parts}
     if missing:
         return _MissingParts(_describe_missing(stamp, missing, sources, sets), frozenset(missing))
-    levels = {source.level for source in sources.values()} | ({"parity"} if rebuilds else set())
+    tiers = {source.tier for source in sources.values()} | ({"parity"} if rebuilds else set())
     return RestorePlan(
         stamp,
-        tuple(level for level in CHECKPOINT_LEVELS if level in levels),
+        tuple(tier for tier in TIER_NAMES if tier in tiers),
         tuple(sources[number] for number in sorted(sources)),
         tuple(rebuilds),
     )
@@ -281,7 +281,7 @@ def _source_place(source: PartSource) -> str:
 def _list_sources(holdings: Iterable[InventoryEntry]) -> Iterator[PartSource]:
     for entry in holdings:
         for held in entry.parts:
-            yield PartSource(held.number, entry.node, held.path, held.at, held.part, entry.level)
+            yield PartSource(held.number, entry.node, held.path, held.at, held.part, entry.tier)
 
 
 _ParityBlocks = dict[int, tuple[str, HeldParity]]
@@ -310,7 +310,7 @@ def _find_lost_members(
 
 
 def _plan_rebuild(
-    stamp: GenerationId,
+    stamp: CheckpointId,
     members: tuple[SetMember, ...],
     blocks: _ParityBlocks,
     sources: Mapping[int, PartSource],
@@ -336,7 +336,7 @@ def _plan_rebuild(
     return RebuildOrder(stamp, node, members, parity, lost, survivors)
 
 
-def plan_rebuilds(stamp: GenerationId, holdings: Sequence[InventoryEntry], node: str) -> list[RebuildOrder]:
+def plan_rebuilds(stamp: CheckpointId, holdings: Sequence[InventoryEntry], node: str) -> list[RebuildOrder]:
     """What a node can make again of a generation by parity, whether or not that makes it whole."""
     sources: dict[int, PartSource] = {}
     for source in _list_sources(holdings):
@@ -356,7 +356,7 @@ def _choose_builder(nodes: Sequence[str], holdings: Iterable[InventoryEntry], tu
 
 
 def _describe_missing(
-    stamp: GenerationId,
+    stamp: CheckpointId,
     missing: set[int],
     sources: Mapping[int, PartSource],
     sets: Mapping[tuple[SetMember, ...], _ParityBlocks],
@@ -378,13 +378,13 @@ def _describe_missing(
     return f"{text}, and there is no parity for it"
 
 
-def describe_plan_levels(plan: RestorePlan) -> str:
+def describe_plan_tiers(plan: RestorePlan) -> str:
     """Where a plan gets its state from, for people."""
-    words: dict[CheckpointLevel, str] = {
+    words: dict[TierName, str] = {
         "memory": "the memory of nodes",
         "local": "the nodes' own disks",
         "parity": "parity on other nodes",
         "durable": "the run directory",
         "object": "the object store",
     }
-    return " and ".join(words[level] for level in plan.levels)
+    return " and ".join(words[tier] for tier in plan.tiers)

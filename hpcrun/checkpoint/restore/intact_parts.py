@@ -17,15 +17,15 @@ from xxhash import xxh3_64_hexdigest
 
 from hpcrun.checkpoint.commit import DAMAGED_PREFIX
 from hpcrun.checkpoint.format import DamagedError, Part, data_file_name, parse_manifest
-from hpcrun.checkpoint.levels import GenerationId, HeldPart, InventoryEntry
 from hpcrun.checkpoint.part_check import verify_part
 from hpcrun.checkpoint.part_record import parse_checksummed
 from hpcrun.checkpoint.restore.sources import DirectoryCopy, identify_generation
 from hpcrun.checkpoint.restore_plan import SHARED_NODE
+from hpcrun.checkpoint.tier import CheckpointId, HeldPart, InventoryEntry
 
 
 def find_intact_parts(
-    checkpoints: Path, stamp: GenerationId, numbers: Collection[int], *, prove: bool
+    checkpoints: Path, stamp: CheckpointId, numbers: Collection[int], *, prove: bool
 ) -> InventoryEntry | None:
     """Those of the wanted parts that are whole in some directory of their step; None where none is.
 
@@ -52,7 +52,7 @@ def _step_directories(checkpoints: Path, step: int) -> list[Path]:
     return [path for pattern in patterns for path in sorted(checkpoints.glob(pattern)) if path.is_dir()]
 
 
-def _list_claimed_parts(folder: Path, stamp: GenerationId) -> Iterator[tuple[int, Part]]:
+def _list_claimed_parts(folder: Path, stamp: CheckpointId) -> Iterator[tuple[int, Part]]:
     """The parts of this generation that a directory claims to have."""
     copy = DirectoryCopy(folder)
     saved, manifest = copy.record(), copy.manifest() or b""

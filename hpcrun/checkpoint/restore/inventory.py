@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hpcrun.checkpoint.levels import InventoryEntry, SetMember, parse_inventory_entry, parse_set_members
+from hpcrun.checkpoint.tier import InventoryEntry, SetMember, parse_inventory_entry, parse_set_members
 
 
 class InventoryReader:

@@ -11,7 +11,6 @@ from hpcrun.checkpoint.flush.arena import SHM, Arena, find_arenas
 from hpcrun.checkpoint.flush.local_tier import LocalTier
 from hpcrun.checkpoint.flush.spare_replicas import list_spare_replicas
 from hpcrun.checkpoint.format import DamagedError, Part, data_file_name
-from hpcrun.checkpoint.levels import HeldPart, InventoryEntry
 from hpcrun.checkpoint.objects.catalogue import (
     ObjectCopy,
     StoredObject,
@@ -25,6 +24,7 @@ from hpcrun.checkpoint.parity.rebuild import rebuild_members
 from hpcrun.checkpoint.part_check import exclude_damaged_parts, find_damaged_parts
 from hpcrun.checkpoint.restore.decide import plan_rebuilds
 from hpcrun.checkpoint.restore_plan import SHARED_NODE
+from hpcrun.checkpoint.tier import HeldPart, InventoryEntry
 from hpcrun.errors import SiteError
 from hpcrun.specs.saves import SavedCheckpoint
 
@@ -47,7 +47,7 @@ class ObjectStoreCopy:
 
     def record(self) -> SavedCheckpoint | None:
         """The commit record, as it would be in the run directory."""
-        return replace(self._copy.saved, level="durable")
+        return replace(self._copy.saved, tier="durable")
 
     def read(self, number: int, part: Part, at: int, into: memoryview) -> bool:
         """Fill a buffer from a place in a part."""

@@ -37,7 +37,6 @@ from hpcrun.checkpoint.format import (
     render_tail,
 )
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.part_writer import write_synced_file
 from hpcrun.checkpoint.restore.sources import (
     DirectoryCopy,
@@ -47,6 +46,7 @@ from hpcrun.checkpoint.restore.sources import (
     read_verified_tail,
     rebuild_manifest,
 )
+from hpcrun.checkpoint.tier import CheckpointId
 from hpcrun.specs.records import sync_directory
 from hpcrun.specs.rundir import RunDir
 from hpcrun.specs.saves import (
@@ -95,7 +95,7 @@ def find_repair_candidates(checkpoints: Path, step: int | None = None) -> list[P
 def repair_generation(
     path: Path,
     others: Sequence[GenerationCopy] = (),
-    stamps: Sequence[GenerationId] = (),
+    stamps: Sequence[CheckpointId] = (),
     *,
     dry_run: bool = False,
     progress: Callable[[int], None] = lambda _size: None,
@@ -149,7 +149,7 @@ class _RecoveredMetadata:
     """Record and manifest of a generation, from wherever they can be had."""
 
     def __init__(
-        self, report: RepairReport, copies: list[GenerationCopy], stamps: Sequence[GenerationId]
+        self, report: RepairReport, copies: list[GenerationCopy], stamps: Sequence[CheckpointId]
     ) -> None:
         assert report.generation is not None
         self._told, self._copies = report, copies
@@ -201,7 +201,7 @@ def _is_manifest(data: bytes, generation: bytes, digest: str | None) -> bool:
         return False
 
 
-def _rebuild_record(stamp: GenerationId, path: Path, data: bytes) -> SavedCheckpoint:
+def _rebuild_record(stamp: CheckpointId, path: Path, data: bytes) -> SavedCheckpoint:
     """A commit record made again; when it was written is not known any more."""
     manifest, sizes = parse_manifest(data), dict[int, int]()
     for part in manifest.parts:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from hpcrun.checkpoint.levels import InventoryEntry
 from hpcrun.checkpoint.objects.run_store import open_run_copies
 from hpcrun.checkpoint.restore.outside_copies import (
     ObjectStoreCopy,
@@ -16,6 +15,7 @@ from hpcrun.checkpoint.restore.outside_copies import (
 )
 from hpcrun.checkpoint.restore.repair import RepairReport, repair_generation
 from hpcrun.checkpoint.restore.sources import DirectoryCopy, GenerationCopy, NodeCopy
+from hpcrun.checkpoint.tier import InventoryEntry
 from hpcrun.specs.load import load_run_job
 from hpcrun.specs.rundir import RunDir
 

@@ -1,7 +1,7 @@
 """What may still hold the bytes of a generation: directories, and what nodes have kept of it.
 
 A copy may be damaged or incomplete itself. Nothing that it gives is taken on trust: whoever asks has a hash,
-and the hash of a chunk is the same at every level.
+and the hash of a chunk is the same at every tier.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hpcrun.checkpoint.format import (
     unpack_header,
 )
 from hpcrun.checkpoint.generation import MAX_MANIFEST_BYTES
-from hpcrun.checkpoint.levels import InventoryEntry
+from hpcrun.checkpoint.tier import InventoryEntry
 from hpcrun.files import UntrustedFileError, open_own, open_regular, read_regular
 from hpcrun.specs.saves import SavedCheckpoint, read_saved_checkpoint
 
@@ -46,7 +46,7 @@ class GenerationCopy(Protocol):
 
     @property
     def name(self) -> str:
-        """What a person is told: a directory, a level of a node."""
+        """What a person is told: a directory, a tier of a node."""
 
     @property
     def generation(self) -> str | None:
@@ -101,10 +101,10 @@ class DirectoryCopy:
 
 
 class NodeCopy:
-    """What a node has kept of a generation at a level of its own, where its files can be read from here."""
+    """What a node has kept of a generation at a tier of its own, where its files can be read from here."""
 
     def __init__(self, holding: InventoryEntry) -> None:
-        self.name = f"{holding.level} of {holding.node}"
+        self.name = f"{holding.tier} of {holding.node}"
         self.generation: str | None = holding.stamp.generation
         self._held = {held.number: held for held in holding.parts}
 

@@ -172,7 +172,7 @@ class WorkerProcess:
             self._stream.send(wire.PingWorker())
 
     def _handle_worker_exit(self, child: subprocess.Popen[bytes]) -> None:
-        """Whatever it was storing is lost to the levels below; what is in memory is not."""
+        """Whatever it was storing is lost to the tiers below; what is in memory is not."""
         assert child.stdin is not None
         assert child.stdout is not None
         self._selector.unregister(child.stdout)

@@ -15,16 +15,15 @@ from hpcrun.checkpoint.commit import find_save_problem
 from hpcrun.checkpoint.flush.arena import SHM, SOCKET_NAME, default_arena_folder
 from hpcrun.checkpoint.format import DamagedError
 from hpcrun.checkpoint.generation import GenerationReader
-from hpcrun.checkpoint.levels import GenerationId, InventoryEntry, StoreResult
 from hpcrun.checkpoint.parity.sets import ErasureSets, FailureDomains, choose_erasure_sets
-from hpcrun.checkpoint.restore.decide import decide_restore, describe_plan_levels, node_failure_key
+from hpcrun.checkpoint.restore.decide import decide_restore, describe_plan_tiers, node_failure_key
 from hpcrun.checkpoint.restore.intact_parts import find_intact_parts
 from hpcrun.checkpoint.restore_plan import RestorePlan
+from hpcrun.checkpoint.tier import CheckpointId, InventoryEntry, StoreResult
 from hpcrun.errors import SiteError, UsageError
 from hpcrun.launch.agents.nodes import NodeWorkers
 from hpcrun.launch.attempt_monitor import AttemptOutcome
 from hpcrun.launch.checkpointing.durability_watchdog import DurabilityWatchdog
-from hpcrun.launch.checkpointing.level_tracker import LevelTracker, TierEvent
 from hpcrun.launch.checkpointing.object_restore import ObjectStoreSource
 from hpcrun.launch.checkpointing.pumping import run_while_pumping
 from hpcrun.launch.checkpointing.spare_replicas import SpareReplicaScheduler, count_spare_replicas
@@ -35,6 +34,7 @@ from hpcrun.launch.checkpointing.suspect_saves import (
     record_failed_restart,
     record_load_failure,
 )
+from hpcrun.launch.checkpointing.tier_tracker import TierEvent, TierTracker
 from hpcrun.launch.checkpointing.worker_client import WorkerClient
 from hpcrun.specs.cluster import NetworkSpec
 from hpcrun.specs.events.checkpoint import (
@@ -84,22 +84,22 @@ class CheckpointCoordinator:
         self._workers = WorkerClient(nodes)
         self._guests = SpareReplicaScheduler(self._workers, nodes, spec.checkpoint, note)
         self._secret = secrets.token_hex(32)
-        self._level_tracker = LevelTracker(())
+        self._tier_tracker = TierTracker(())
         self._attempt: Attempt | None = None
-        self._restored: GenerationId | None = None
+        self._restored: CheckpointId | None = None
         self._restored_from_nodes = False
         """Whether something of it came from nodes."""
         self._statement = ""
         self._proved: set[str] = set()
         """Generations of which nodes have told only what had proved itself."""
-        self._scraps: dict[tuple[GenerationId, frozenset[int]], InventoryEntry | None] = {}
+        self._scraps: dict[tuple[CheckpointId, frozenset[int]], InventoryEntry | None] = {}
         """What was found in the run directory, so that it is read once a decision."""
         self._durability_watchdog = DurabilityWatchdog(run, spec.checkpoint)
         object_spec = spec.checkpoint.object
         self._far = ObjectStoreSource(run, object_spec, nodes.rest, note) if object_spec is not None else None
 
     @property
-    def has_levels(self) -> bool:
+    def has_tiers(self) -> bool:
         """Whether saves go through the memory of nodes."""
         return self._spec.checkpoint.memory > 0
 
@@ -112,7 +112,7 @@ class CheckpointCoordinator:
         """The newest step that can be gone on from, as far as is known without asking."""
         steps = resumable_checkpoints(self._run.checkpoints)
         restored = self._restored.step if self._restored else 0
-        near = self._level_tracker.complete.get("parity" if is_node_lost else "memory", 0)
+        near = self._tier_tracker.complete.get("parity" if is_node_lost else "memory", 0)
         if is_node_lost:
             near = max(near, self._guests.covered_step())
         return max(steps[-1].step if steps else 0, restored, near)
@@ -124,24 +124,24 @@ class CheckpointCoordinator:
         damaged; UsageError where the job wants a loss survived that these nodes cannot.
         """
         self._attempt, self._restored = attempt, None
-        self._level_tracker = LevelTracker(placement.nodes)
+        self._tier_tracker = TierTracker(placement.nodes)
         self._durability_watchdog.begin()
-        if self._spec.checkpoint.object is not None and not self.has_levels and attempt.number == 1:
+        if self._spec.checkpoint.object is not None and not self.has_tiers and attempt.number == 1:
             self._note(
                 "checkpoint.object: only saves that go through memory are copied, and checkpoint.memory is 0;"
                 " `hpcrun ckpt upload` copies others"
             )
-        silent = self._open(attempt, placement, domains) if self.has_levels else []
+        silent = self._open(attempt, placement, domains) if self.has_tiers else []
         begin = time.monotonic()
-        plan = self._settle(placement) if self.has_levels else self._look_around([], placement)
+        plan = self._settle(placement) if self.has_tiers else self._look_around([], placement)
         if self._far is not None and attempt.number > 1 and (plan.stamp is None or plan.passed_over):
             plan = self._far.find_newer(plan, placement.nodes)
         self._restored, self._restored_from_nodes = plan.stamp, bool(plan.sources)
-        is_told = self.has_levels or plan.poisoned or plan.copy
+        is_told = self.has_tiers or plan.poisoned or plan.copy
         if is_told and (plan.stamp is not None or plan.passed_over):
             self._report_restore(attempt, plan, silent, time.monotonic() - begin)
         self._write(attempt, plan)
-        if self.has_levels:
+        if self.has_tiers:
             # All else would only stand in the way of new saves.
             self._workers.release([plan.stamp.generation] if plan.stamp else [])
             self._guests.begin(attempt.number, placement, domains, plan)
@@ -209,7 +209,7 @@ class CheckpointCoordinator:
                 return plan
             for order, outcome in self._workers.rebuild(plan.rebuilds):
                 if isinstance(outcome, InventoryEntry):
-                    holdings.append(replace(outcome, level="parity"))
+                    holdings.append(replace(outcome, tier="parity"))
                     continue
                 self._note(f"step {order.stamp.step} cannot be rebuilt on {order.node}: {outcome}")
                 holdings = [entry for entry in holdings if not _is_in_set(entry, order.stamp, order.members)]
@@ -220,7 +220,7 @@ class CheckpointCoordinator:
         sorted_saves = sort_checkpoints(self._run.checkpoints, saves)
         there = [node for node in self._nodes.alive if node not in placement.nodes]
         nodes = [node for node in [*placement.nodes, *there] if node in self._nodes.alive]
-        check = _check_metadata if self.has_levels else find_save_problem
+        check = _check_metadata if self.has_tiers else find_save_problem
         poison = read_suspect_saves(self._run)
         plan = decide_restore(
             holdings, sorted_saves.own, unreadable, [], poison, nodes, check, self._find_intact_parts
@@ -228,7 +228,7 @@ class CheckpointCoordinator:
         # Where there is no other attempt, ranks had better take an older save than end.
         return plan if self._spec.retries is not None else replace(plan, is_mendable=False)
 
-    def _find_intact_parts(self, stamp: GenerationId, missing: Collection[int]) -> InventoryEntry | None:
+    def _find_intact_parts(self, stamp: CheckpointId, missing: Collection[int]) -> InventoryEntry | None:
         """What the run directory has of what no node has; all of it is read where that is in doubt."""
         key = stamp, frozenset(missing)
         if key not in self._scraps:
@@ -242,11 +242,11 @@ class CheckpointCoordinator:
         self, attempt: Attempt, plan: RestorePlan, silent: Sequence[str], seconds: float
     ) -> None:
         step = plan.stamp.step if plan.stamp else 0
-        rebuilt = sum(source.level == "parity" for source in plan.sources)
+        rebuilt = sum(source.tier == "parity" for source in plan.sources)
         event = RestoreEvent(
             step,
             plan.stamp.generation if plan.stamp else None,
-            tuple(plan.levels),
+            tuple(plan.tiers),
             plan.lost_steps,
             plan.passed_over[:_MAX_NAMED],
             rebuilt,
@@ -260,7 +260,7 @@ class CheckpointCoordinator:
         if plan.stamp is None:
             self._note("nothing that was saved is whole: starting from the beginning")
         elif plan.save is None or plan.copy is not None:
-            self._note(f"going on from step {step}, out of {describe_plan_levels(plan)}")
+            self._note(f"going on from step {step}, out of {describe_plan_tiers(plan)}")
 
     def _write(self, attempt: Attempt, plan: RestorePlan) -> None:
         # What is damaged ranks see for themselves, but not what has failed.
@@ -268,14 +268,14 @@ class CheckpointCoordinator:
         sorted_saves = sort_checkpoints(self._run.checkpoints, saves)
         if plan.stamp is None:
             refuse_foreign_checkpoints(self._run.checkpoints, sorted_saves)
-        has_saves = bool(sorted_saves.own or unreadable) and (self.has_levels or plan.poisoned)
+        has_saves = bool(sorted_saves.own or unreadable) and (self.has_tiers or plan.poisoned)
         if plan.stamp is None and has_saves:
             raise SiteError(
                 f"{self._run.checkpoints}: no save can be gone on from: {plan.passed_over[0]}; restore one,"
                 f" remove {self._run.poison.name} to try those again that failed, or remove them all to start"
                 " from the beginning"
             )
-        if plan.stamp is not None and (self.has_levels or plan.poisoned):
+        if plan.stamp is not None and (self.has_tiers or plan.poisoned):
             write_json(attempt.restore, plan.as_json())
         if self._workers.peers:
             write_json(attempt.peers, {"secret": self._secret, "nodes": self._workers.peers})
@@ -303,27 +303,27 @@ class CheckpointCoordinator:
                 why = why and f": {why}"
                 self._note(f"the checkpoint worker of {node} died{why}; another one is started")
                 self._tell(attempt, CheckpointWorkerDiedEvent(node, status))
-                events = self._level_tracker.died(node, why)
+                events = self._tier_tracker.died(node, why)
             case wire.WorkerReady():
                 self._workers.refresh()
             case wire.WorkerLog(text):
                 self._note(f"{node}: {text}")
             case wire.WritesProbed(problems):
-                for level, why in problems.items():
-                    self._note(f"{node}: saves will fail ({level}): {why}")
+                for tier, why in problems.items():
+                    self._note(f"{node}: saves will fail ({tier}): {why}")
             case wire.WorkerError(why):
                 self._note(f"{node}: its checkpoint worker: {why}")
             case wire.GenerationSealed() | StoreResult() | wire.SaveFailed():
-                events = self._level_tracker.handle(node, message)
+                events = self._tier_tracker.handle(node, message)
         for event in events:
             self._tell(attempt, event)
-        for replica in self._guests.handle(node, message, self._level_tracker.whole):
+        for replica in self._guests.handle(node, message, self._tier_tracker.whole):
             self._tell(attempt, replica)
 
     def after(self, outcome: AttemptOutcome) -> None:
         """When an attempt is over: whether its end tells against the state that it began with."""
         self.look()
-        if outcome.status == "done" and self.has_levels:
+        if outcome.status == "done" and self.has_tiers:
             self._clean_up()
             return
         failed = read_json(outcome.files.restore_failure)
@@ -361,7 +361,7 @@ def worker_socket_template(run: RunDir) -> str:
     return str(default_arena_folder(SHM, run.run_id, NODE_MARK) / SOCKET_NAME)
 
 
-def _is_in_set(holding: InventoryEntry, stamp: GenerationId, members: object) -> bool:
+def _is_in_set(holding: InventoryEntry, stamp: CheckpointId, members: object) -> bool:
     return holding.stamp == stamp and holding.parity is not None and holding.parity.members == members
 
 

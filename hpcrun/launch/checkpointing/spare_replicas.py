@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hpcrun.checkpoint.flush.spare_replicas import is_spare_replica
-from hpcrun.checkpoint.levels import GenerationId
 from hpcrun.checkpoint.parity.sets import FailureDomains
 from hpcrun.checkpoint.restore_plan import RestorePlan
+from hpcrun.checkpoint.tier import CheckpointId
 from hpcrun.checkpoint.worker_messages import PartsCopied, WorkerDied, WorkerMessage
 from hpcrun.hostlist import fold_hosts
 from hpcrun.launch.agents.nodes import NodeStates
@@ -84,11 +84,11 @@ class SpareReplicaScheduler:
         self._attempt, self._nodes_in_use = 0, tuple[str, ...]()
         self._shares: ReplicaAssignment = {}
         self._spares: list[str] = []
-        self._newest: GenerationId | None = None
+        self._newest: CheckpointId | None = None
         self._completed = 0
-        self._ordered: dict[str, tuple[int, GenerationId, float]] = {}
+        self._ordered: dict[str, tuple[int, CheckpointId, float]] = {}
         """What each spare is about, and since when."""
-        self._waiting: dict[str, GenerationId] = {}
+        self._waiting: dict[str, CheckpointId] = {}
         self._held: dict[int, dict[str, set[str]]] = {}
         """Step → spare → whose parts it has."""
         self._told: dict[str, list[str]] = {}
@@ -117,7 +117,7 @@ class SpareReplicaScheduler:
                 self._workers.dismiss(node, plan.stamp.generation, numbers)
 
     def handle(
-        self, node: str, message: WorkerMessage, whole: GenerationId | None
+        self, node: str, message: WorkerMessage, whole: CheckpointId | None
     ) -> Iterator[SpareReplicaEvent]:
         """The events that a message makes; `whole`: the newest state that all nodes have in memory."""
         if isinstance(message, WorkerDied):
@@ -140,7 +140,7 @@ class SpareReplicaScheduler:
                 return step
         return 0
 
-    def _due(self, stamp: GenerationId) -> None:
+    def _due(self, stamp: CheckpointId) -> None:
         self._completed += 1
         if self._completed == 2:
             # Only now is the state that the attempt began with of no more use, as its slots are used again.
@@ -153,7 +153,7 @@ class SpareReplicaScheduler:
             else:
                 self._order(spare, stamp)
 
-    def _order(self, spare: str, stamp: GenerationId) -> None:
+    def _order(self, spare: str, stamp: CheckpointId) -> None:
         if spare in self._nodes.alive and spare in self._workers.ready:
             number = self._workers.copy(spare, stamp, self._shares[spare])
             self._ordered[spare] = number, stamp, time.monotonic()
@@ -200,7 +200,7 @@ class SpareReplicaScheduler:
             text,
         )
 
-    def _report_problems(self, spare: str, stamp: GenerationId, problems: dict[str, str]) -> None:
+    def _report_problems(self, spare: str, stamp: CheckpointId, problems: dict[str, str]) -> None:
         """Once an attempt for each node that it is about; events have the rest."""
         new = [node for node in problems if (spare, node) not in self._noted]
         self._noted |= {(spare, node) for node in new}

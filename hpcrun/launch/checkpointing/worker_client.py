@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from hpcrun.checkpoint import worker_messages as wire
 from hpcrun.checkpoint.flush.spare_replicas import is_spare_replica
-from hpcrun.checkpoint.levels import GenerationId, InventoryEntry
 from hpcrun.checkpoint.restore.inventory import InventoryReader
 from hpcrun.checkpoint.restore_plan import RebuildOrder
+from hpcrun.checkpoint.tier import CheckpointId, InventoryEntry
 from hpcrun.launch.agents.nodes import NodeWorkers
 
 READY_TIMEOUT_S = 30.0
@@ -119,7 +119,7 @@ class WorkerClient:
         for node in self.ready:
             self._nodes.send_to_worker(node, wire.ReleaseGenerations(tuple(sorted(keep))))
 
-    def copy(self, node: str, stamp: GenerationId, of: Sequence[str]) -> int:
+    def copy(self, node: str, stamp: CheckpointId, of: Sequence[str]) -> int:
         """Have a node copy what others have in memory of a state; the number by which it answers."""
         number = next(self._numbers)
         self._nodes.send_to_worker(node, wire.CopyParts(number, stamp, tuple(of)))

@@ -13,7 +13,7 @@ from tests.lab.cluster import Lab, Shape
 from tests.lab.desk import Desk, records, story
 
 JOB = """
-name: levels
+name: tiers
 model: {vocab: 256, hidden: 32, ffn: 64, layers: 2, heads: 4, kv_heads: 2}
 data: {text: python-stdlib, pattern: "a*.py", seq_len: 32, holdout: 0}
 parallel: {dp_shard: 4}
@@ -32,9 +32,9 @@ def events(run: RunDir, name: str) -> list[dict[str, Any]]:
     return [line for line in read_json_lines(run.events) if line["event"] == name]
 
 
-def stored(run: RunDir, level: str) -> list[int]:
-    """The steps that a level has from all nodes."""
-    return [line["step"] for line in events(run, "checkpoint_stored") if line["tier"] == level]
+def stored(run: RunDir, tier: str) -> list[int]:
+    """The steps that a tier has from all nodes."""
+    return [line["step"] for line in events(run, "checkpoint_stored") if line["tier"] == tier]
 
 
 def go_on_without(what: str, desk: Desk, placement: str) -> None:

@@ -1,6 +1,6 @@
-"""The values that go from level to level: what a node holds of a generation, and what stores it further down.
+"""The values that go from tier to tier: what a node holds of a generation, and what stores it further down.
 
-Memory, a node's own disk, parity on other nodes, the run directory, an object store: whatever the level, a
+Memory, a node's own disk, parity on other nodes, the run directory, an object store: whatever the tier, a
 part of a generation is the same bytes (see `hpcrun.checkpoint.format`), so that it moves as it is.
 """
 
@@ -13,15 +13,15 @@ from typing import Any, Literal, Protocol
 from hpcrun.checkpoint.format import PART_ALIGN, Part, align_size
 from hpcrun.typed_json import Tagged
 
-CheckpointLevel = Literal["memory", "local", "parity", "durable", "object"]
-CHECKPOINT_LEVELS: tuple[CheckpointLevel, ...] = ("memory", "local", "parity", "durable", "object")
+TierName = Literal["memory", "local", "parity", "durable", "object"]
+TIER_NAMES: tuple[TierName, ...] = ("memory", "local", "parity", "durable", "object")
 """From the quickest to the safest."""
-NODE_LEVELS: tuple[CheckpointLevel, ...] = ("memory", "local", "parity")
+NODE_TIERS: tuple[TierName, ...] = ("memory", "local", "parity")
 """Those whose files a node keeps in places that other users may write as well."""
 
 
 @dataclass(frozen=True)
-class GenerationId:
+class CheckpointId:
     """Which state a generation is of."""
 
     generation: str
@@ -53,7 +53,7 @@ class SealedPart:
 class NodeShards:
     """Everything that the ranks of this node have sealed of one generation."""
 
-    stamp: GenerationId
+    stamp: CheckpointId
     parts: tuple[SealedPart, ...]
     """By number, each rank of the node just once."""
 
@@ -98,10 +98,10 @@ class HeldParity:
 
 @dataclass(frozen=True)
 class InventoryEntry:
-    """What a node still has of a generation at one level."""
+    """What a node still has of a generation at one tier."""
 
-    stamp: GenerationId
-    level: CheckpointLevel
+    stamp: CheckpointId
+    tier: TierName
     node: str
     parts: tuple[HeldPart, ...] = ()
     parity: HeldParity | None = None
@@ -126,8 +126,8 @@ def parse_inventory_entry(
     try:
         parity = values["parity"]
         return InventoryEntry(
-            GenerationId(**values["stamp"]),
-            values["level"],
+            CheckpointId(**values["stamp"]),
+            values["tier"],
             values["node"],
             tuple(HeldPart(**{**held, "part": Part(**held["part"])}) for held in values["parts"]),
             None
@@ -141,18 +141,18 @@ def parse_inventory_entry(
 
 
 class Tier(Protocol):
-    """A level below memory, as the checkpoint worker of a node sees it."""
+    """A tier below memory, as the checkpoint worker of a node sees it."""
 
-    level: CheckpointLevel
+    name: TierName
 
     def store(self, load: NodeShards) -> dict[str, Any]:
-        """Keep a load; it is safe at this level when this returns, and what is returned tells how.
+        """Keep a load; it is safe at this tier when this returns, and what is returned tells how.
 
-        OSError or SiteError: this level has nothing of this generation, and left nothing half written.
+        OSError or SiteError: this tier has nothing of this generation, and left nothing half written.
         """
 
     def holdings(self) -> Sequence[InventoryEntry]:
-        """What this node still has at this level; nothing for levels that all nodes see alike."""
+        """What this node still has at this tier; nothing for tiers that all nodes see alike."""
 
     def retain(self, generations: Collection[str]) -> None:
         """Let go of all but these generations."""
@@ -160,13 +160,13 @@ class Tier(Protocol):
 
 @dataclass(frozen=True)
 class StoreResult(Tagged):
-    """What came of a load at a level."""
+    """What came of a load at a tier."""
 
-    stamp: GenerationId
-    level: CheckpointLevel
+    stamp: CheckpointId
+    tier: TierName
     seconds: float
     """Of the work for it, without rests between."""
     size_bytes: int
     problem: str | None = None
-    """Why the level does not have it."""
+    """Why the tier does not have it."""
     facts: dict[str, Any] = field(default_factory=dict)

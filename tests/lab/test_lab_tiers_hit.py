@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.lab.desk import Desk, records, story
-from tests.lab.test_lab_levels import JOB, events, stored
+from tests.lab.test_lab_tiers import JOB, events, stored
 
 
 @pytest.mark.parametrize("launcher", ["hydra", "srun"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from hpcrun.checkpoint.levels import GenerationId, StoreResult
+from hpcrun.checkpoint.tier import CheckpointId, StoreResult
 from hpcrun.checkpoint.worker_messages import GenerationSealed, SaveFailed
 from hpcrun.specs.events.checkpoint import CheckpointFailedEvent, CheckpointStoredEvent
 
@@ -16,8 +16,8 @@ _MAX_GENERATIONS = 16
 
 
 @dataclass
-class _LevelProgress:
-    """How far one level has come with one generation."""
+class _TierProgress:
+    """How far one tier has come with one generation."""
 
     nodes: set[str] = field(default_factory=set)
     seconds: float = 0.0
@@ -26,58 +26,58 @@ class _LevelProgress:
     is_told: bool = False
 
 
-class LevelTracker:
+class TierTracker:
     """The generations of an attempt, from what the workers of its nodes say."""
 
     def __init__(self, nodes: Collection[str]) -> None:
         self._nodes = frozenset(nodes)
-        self._stamps: dict[str, GenerationId] = {}
-        self._shares: dict[tuple[str, str], _LevelProgress] = {}
+        self._stamps: dict[str, CheckpointId] = {}
+        self._shares: dict[tuple[str, str], _TierProgress] = {}
         self.complete: dict[str, int] = {}
-        """The newest step that each level has from all nodes."""
-        self.whole: GenerationId | None = None
+        """The newest step that each tier has from all nodes."""
+        self.whole: CheckpointId | None = None
         """The last state that all nodes have sealed in memory."""
 
     def handle(self, node: str, message: GenerationSealed | StoreResult | SaveFailed) -> Iterator[TierEvent]:
-        """The events that a message makes: one when a level has all of a generation, or fails to get it."""
+        """The events that a message makes: one when a tier has all of a generation, or fails to get it."""
         if node not in self._nodes:
             return
         stamp = message.stamp
         self._remember(stamp)
-        level = "memory" if isinstance(message, GenerationSealed) else message.level
-        share = self._shares.setdefault((stamp.generation, level), _LevelProgress())
+        tier = "memory" if isinstance(message, GenerationSealed) else message.tier
+        share = self._shares.setdefault((stamp.generation, tier), _TierProgress())
         problem = message.why if isinstance(message, SaveFailed) else None
         if isinstance(message, StoreResult):
             problem = message.problem
             share.seconds = max(share.seconds, message.seconds)
         if isinstance(message, SaveFailed) or problem is not None:
-            yield from self._fail(stamp, level, share, f"{node}: {problem or 'it failed'}")
+            yield from self._fail(stamp, tier, share, f"{node}: {problem or 'it failed'}")
             return
         share.nodes.add(node)
         share.size_bytes += message.size_bytes
         if share.nodes >= self._nodes and not share.is_told:
             share.is_told = True
-            self.complete[level] = max(stamp.step, self.complete.get(level, 0))
-            self.whole = stamp if level == "memory" else self.whole
+            self.complete[tier] = max(stamp.step, self.complete.get(tier, 0))
+            self.whole = stamp if tier == "memory" else self.whole
             facts = (share.seconds, share.size_bytes) if share.seconds else ()
-            yield CheckpointStoredEvent(stamp.step, stamp.generation, level, *facts)
+            yield CheckpointStoredEvent(stamp.step, stamp.generation, tier, *facts)
 
     def died(self, node: str, why: str) -> Iterator[TierEvent]:
         """What a worker had not stored when it died, it will not store any more."""
         for stamp in [*self._stamps.values()]:
-            for (generation, level), share in [*self._shares.items()]:
+            for (generation, tier), share in [*self._shares.items()]:
                 if generation == stamp.generation and node not in share.nodes:
-                    yield from self._fail(stamp, level, share, f"{node}: its checkpoint worker died{why}")
+                    yield from self._fail(stamp, tier, share, f"{node}: its checkpoint worker died{why}")
 
     def _fail(
-        self, stamp: GenerationId, level: str, share: _LevelProgress, problem: str
+        self, stamp: CheckpointId, tier: str, share: _TierProgress, problem: str
     ) -> Iterator[TierEvent]:
-        """Told once for a level and generation, whoever fails besides."""
+        """Told once for a tier and generation, whoever fails besides."""
         if not share.is_told:
             share.is_told, share.problem = True, problem
-            yield CheckpointFailedEvent(stamp.step, stamp.generation, level, problem)
+            yield CheckpointFailedEvent(stamp.step, stamp.generation, tier, problem)
 
-    def _remember(self, stamp: GenerationId) -> None:
+    def _remember(self, stamp: CheckpointId) -> None:
         if stamp.generation in self._stamps:
             return
         self._stamps[stamp.generation] = stamp
