@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,8 @@ from typing import Any
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that all scripts have."""
+    """A parser with the options that all scripts have; SIGTERM unwinds and cleans up from now on."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
