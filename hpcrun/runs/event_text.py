@@ -142,7 +142,7 @@ class EventFormatter:
         text = str(new[0]) if is_first else ""
         if rest := [event.rank for event in new[is_first:]]:
             verb = "failed" if isinstance(new[0], RankFailedEvent) else "ended"
-            after = f"; {'ranks' if len(rest) > 1 else 'rank'} {format_rank_ranges(rest)} {verb} after it"
+            after = f"; {'ranks' if len(rest) > 1 else 'rank'} {format_rank_ranges(rest)} {verb} afterwards"
             text = text + after if text else after[2:]
         return text
 

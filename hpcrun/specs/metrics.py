@@ -1,4 +1,4 @@
-"""metrics.jsonl: each kind of line is a class; how it is written, read, and told in words.
+"""metrics.jsonl: one class per kind of line, its text, and how lines are written and read.
 
 A line has a stamp (attempt, time), its kind, and the fields of its class.
 """
@@ -17,27 +17,27 @@ from hpcrun.units import format_bytes, format_duration
 Texts = tuple[str, ...]
 
 _QUIET_TIERS = ("memory", "local", "parity")
-"""Reached many times an hour; worth a line only where it fails."""
+"""Reached many times an hour: only failures are shown."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """What one line says besides its stamp."""
+    """One line without its stamp."""
 
     step: Count
 
     @property
     def busy_s(self) -> float:
-        """The time of training that it took by itself, and nothing else accounts for."""
+        """Training time in seconds that only this line accounts for."""
         return 0.0
 
     @property
     def is_durable_save(self) -> bool:
-        """Whether the step is in the run directory now."""
+        """Whether this line says that the step is saved in the run directory."""
         return False
 
     def __str__(self) -> str:
-        """What it says, in one line; empty where it is not worth one."""
+        """One line for people; empty for lines that they need not see."""
         return ""
 
 
@@ -55,7 +55,7 @@ class UnknownMetric(Metric):
 
 @dataclass(frozen=True)
 class StartMetric(Metric):
-    """The ranks are ready and go on after this step."""
+    """The ranks are ready and continue after this step."""
 
     device: str
     device_name: str
@@ -64,7 +64,7 @@ class StartMetric(Metric):
 
     def __str__(self) -> str:
         """Where training begins."""
-        return f"goes on after step {self.step}" if self.step else "begins with the first step"
+        return f"resumes after step {self.step}" if self.step else "starts at step 1"
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class RestoreMetric(Metric):
     passed_over: Texts
     """What was wrong with newer saves."""
     lost_steps: Count
-    """How many steps newer those were."""
+    """How many steps newer the newest of those is."""
 
     @property
     def busy_s(self) -> float:
@@ -123,13 +123,13 @@ class RestoreMetric(Metric):
         return self.seconds
 
     def __str__(self) -> str:
-        """Only what was passed over is worth a line."""
-        return f"goes back to step {self.step}: {'; '.join(self.passed_over)}" if self.passed_over else ""
+        """Empty unless newer saves could not be used."""
+        return f"falls back to step {self.step}: {'; '.join(self.passed_over)}" if self.passed_over else ""
 
 
 @dataclass(frozen=True)
 class WeightsMetric(Metric):
-    """The weights that the run begins with come from files."""
+    """The initial weights were read from files."""
 
     source: str
     dtypes: Mapping[str, Count]
@@ -146,10 +146,10 @@ class WeightsMetric(Metric):
     """What config.json and tensors disagree about."""
 
     def __str__(self) -> str:
-        """Where they are from, and what is to be said of them."""
+        """Their source, types and notes."""
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in self.dtypes.items())
-        hashes = "hashes checked" if self.is_hashed else "no SHA256SUMS beside them"
-        text = f"begins with weights of {self.source} ({dtypes} tensors, kept in {self.kept}; {hashes})"
+        hashes = "hashes checked" if self.is_hashed else "no SHA256SUMS found"
+        text = f"starts from the weights in {self.source} ({dtypes} tensors, kept in {self.kept}; {hashes})"
         return "; ".join([text, *self.notes])
 
 
@@ -176,13 +176,13 @@ class SaveMetric(Metric):
         return self.tier == "durable"
 
     def __str__(self) -> str:
-        """Only of a save into the run directory."""
+        """Empty for a copy in memory."""
         return f"step {self.step}: saved in {self.seconds:.1f} s" if self.is_durable_save else ""
 
 
 @dataclass(frozen=True)
 class StoredMetric(Metric):
-    """A tier has got a save in the background."""
+    """A save reached a tier in the background."""
 
     tier: str
     seconds: Seconds
@@ -192,11 +192,11 @@ class StoredMetric(Metric):
     lag_s: Seconds
     """From the save until the tier had it."""
     stored_bytes: Count | None = None
-    """What it takes there, where that is another number."""
+    """Size at the tier, if it differs."""
     rested_s: Seconds = 0.0
     """The part of `lag_s` in which the worker rested, so as not to disturb training."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What else the tier says of it."""
+    """Further details from the tier."""
 
     @property
     def is_durable_save(self) -> bool:
@@ -204,16 +204,16 @@ class StoredMetric(Metric):
         return self.tier == "durable"
 
     def __str__(self) -> str:
-        """Only of tiers that last."""
+        """Empty for the tiers in memory and on node-local disks."""
         if self.tier in _QUIET_TIERS:
             return ""
         tier = "" if self.is_durable_save else f" ({self.tier})"
-        return f"step {self.step}: saved{tier} after {self.lag_s:.1f} s beside training"
+        return f"step {self.step}: saved{tier} in the background after {self.lag_s:.1f} s"
 
 
 @dataclass(frozen=True)
 class SaveFailedMetric(Metric):
-    """A tier does not get a save."""
+    """A save failed at a tier."""
 
     tier: str
     why: str
@@ -225,7 +225,7 @@ class SaveFailedMetric(Metric):
 
 @dataclass(frozen=True)
 class SaveStalledMetric(Metric):
-    """A save has waited for so long for something."""
+    """A save has been waiting for `seconds`."""
 
     tier: str
     seconds: Seconds
@@ -233,18 +233,18 @@ class SaveStalledMetric(Metric):
 
     def __str__(self) -> str:
         """Which tier, and for what."""
-        return f"step {self.step}: is held up ({self.tier}): {self.why}"
+        return f"step {self.step}: save stalled ({self.tier}): {self.why}"
 
 
 @dataclass(frozen=True)
 class SaveSkippedMetric(Metric):
-    """A save was left out."""
+    """A save was skipped."""
 
     why: str
 
     def __str__(self) -> str:
         """Why."""
-        return f"step {self.step}: is not saved, the save before is still being stored ({self.why})"
+        return f"step {self.step}: save skipped, the previous save is still being stored ({self.why})"
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ class SaveUnchangedMetric(Metric):
 
 @dataclass(frozen=True)
 class SaveIntervalMetric(Metric):
-    """Saves by the clock are so far apart from now on."""
+    """The interval of timed saves has changed."""
 
     every_s: Seconds
     stall_s: Seconds
@@ -269,33 +269,31 @@ class SaveIntervalMetric(Metric):
 
     def __str__(self) -> str:
         """The interval, and why it is that."""
-        return f"saves are {format_duration(self.every_s)} apart from now on: {self.why}"
+        return f"save interval is now {format_duration(self.every_s)}: {self.why}"
 
 
 @dataclass(frozen=True)
 class FlushMetric(Metric):
-    """How far a save has come that is waited for."""
+    """Progress of a save that somebody waits for."""
 
     tiers: Texts
-    """Where it is still to go."""
+    """Those that do not have it yet."""
     size_bytes: Count
     done_bytes: Count | None
-    """What the run directory has of it; None where it does not go there, or nothing is known yet."""
+    """Written to the run directory; None if it does not go there or this is not known yet."""
     seconds: Seconds
     """Since the save was begun."""
 
     def __str__(self) -> str:
-        """How much is written, and where it goes."""
+        """How much is written, and to which tiers."""
         tiers, size = ", ".join(self.tiers), self.size_bytes
         if not size:
-            text = f"on its way to {tiers}"
+            text = f"being written to {tiers}"
         elif self.done_bytes is None:
-            text = f"{format_bytes(size)} on their way to {tiers}"
+            text = f"{format_bytes(size)} being written to {tiers}"
         else:
             share = min(1.0, self.done_bytes / size)
-            text = (
-                f"{format_bytes(self.done_bytes)} of {format_bytes(size)} written ({share:.0%}), to {tiers}"
-            )
+            text = f"{format_bytes(self.done_bytes)} of {format_bytes(size)} written to {tiers} ({share:.0%})"
         return f"step {self.step}: {text} after {self.seconds:.1f} s"
 
 
@@ -332,7 +330,7 @@ class MetricRecord:
     """Wall clock of rank 0's host."""
     metric: Metric
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What a newer version wrote and this one does not know."""
+    """Fields that only newer versions know."""
 
     @property
     def kind(self) -> str:
@@ -340,7 +338,7 @@ class MetricRecord:
         return metric_kind(self.metric)
 
     def __str__(self) -> str:
-        """What it says, in one line, with what a newer version added."""
+        """The text of the metric, and the fields of a newer version."""
         text = str(self.metric)
         extra = ", ".join(f"{name}={value}" for name, value in self.extra.items())
         return f"{text} ({extra})" if text and extra else text
@@ -351,7 +349,7 @@ class MetricRecord:
 
 
 def metric_kind(metric: Metric) -> str:
-    """The kind of the line that says this."""
+    """The `kind` that the line of a metric has."""
     return metric.kind if isinstance(metric, UnknownMetric) else _KINDS[type(metric)]
 
 
@@ -362,7 +360,7 @@ def metric_as_json(metric: Metric) -> dict[str, Any]:
 
 
 def parse_metric(values: Any) -> MetricRecord:
-    """A line of its JSON object; WrongValue where a field is missing or wrong."""
+    """Parse the JSON object of a line; WrongValue names the missing or wrong field."""
     rest: dict[str, Any] = {}
     metric = parse_unstamped_metric(values, rest)
     extra: dict[str, Any] = {}
@@ -371,7 +369,7 @@ def parse_metric(values: Any) -> MetricRecord:
 
 
 def parse_unstamped_metric(values: Any, extra: dict[str, Any]) -> Metric:
-    """What metric_as_json gave; `extra` gets the fields that its class does not have."""
+    """Parse the result of metric_as_json; `extra` gets the fields that its class does not have."""
     kind = values.get("kind") if isinstance(values, dict) else None
     if not isinstance(kind, str):
         raise WrongValue(f"kind: expected a text, not {repr(kind)[:60]}")
@@ -386,19 +384,19 @@ def parse_unstamped_metric(values: Any, extra: dict[str, Any]) -> Metric:
 
 
 class MetricReader(TypedLineReader[MetricRecord]):
-    """Follows metrics.jsonl as it grows, from the beginning or from what comes after this moment."""
+    """Reads metrics.jsonl as it grows, from `offset` or from its current end."""
 
     def __init__(self, run: RunDir, offset: int = 0, *, from_now: bool = False) -> None:
         super().__init__(run.metrics, parse_metric, file_size(run.metrics) if from_now else offset)
 
 
 def read_metrics(run: RunDir) -> Iterator[MetricRecord]:
-    """All lines so far."""
+    """Read all lines written so far."""
     yield from MetricReader(run).read()
 
 
 def newest_steps(records: Iterable[MetricRecord]) -> list[StepMetric]:
-    """The steps in order; where attempts overlap, the newest one's stands."""
+    """The steps in order; where attempts overlap, that of the newest attempt."""
     newest: dict[int, tuple[int, StepMetric]] = {}
     for record in records:
         metric = record.metric

@@ -115,7 +115,7 @@ def test_events_tell_the_story(run: RunDir, capsys: Capture) -> None:
         "attempt 1  failed: node n02 is lost",
         "attempt 2  relaunch in the same allocation without n02; 1 spare left",
         "attempt 2  launch of 2 ranks",
-        "attempt 2  goes on after step 2",
+        "attempt 2  resumes after step 2",
         "attempt 2  ranks connected after 2.0 s",
         "attempt 2  done at step 4",
     ]

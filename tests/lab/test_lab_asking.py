@@ -25,7 +25,7 @@ def test_a_running_job_saves_when_asked_goes_on_and_saves_and_stops(desk: Desk) 
     stopped = desk.hpcrun("stop", run.id, "--wait", "--timeout", "5m")
     assert f"{run.id} is saved: saved at step " in stopped.stderr
     told = [line.split("  ", 2)[2] for line in desk.hpcrun("events", run.id).stdout.splitlines()]
-    assert told[0] == "preflight of 2 nodes: all well"
+    assert told[0] == "preflight of 2 nodes: passed"
     assert told[1].startswith("launch of 4 ranks on n[0")
     assert [line for line in told if line.startswith("SIG")] == ["SIGUSR1: save", "SIGTERM: save and stop"]
     assert len([line for line in told if " saved in " in line]) == 2

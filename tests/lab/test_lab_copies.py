@@ -44,7 +44,7 @@ def test_what_a_lost_node_held_comes_out_of_a_spare_s_memory(desk: Desk, which: 
     assert steps(run) == undisturbed
     told = desk.hpcrun("events", run.id).stdout
     assert "holds what" in told
-    assert "out of memory; 1 part from the memory of spares" in told
+    assert "(memory); 1 part from spares' memory" in told
     assert "spares: copies of step" in desk.hpcrun("describe", run.id).stdout
     # The agents give the memory back when they leave, which is a moment after the end of the run.
     desk.until_none_is_left(run)

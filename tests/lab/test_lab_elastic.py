@@ -56,7 +56,7 @@ def test_without_a_spare_a_lost_node_costs_a_replica_until_there_are_nodes_again
     desk.hpcrun("submit", "--resume", run.id, f"train.steps={last}")
     desk.until(lambda: (run.read_exit() or {}).get("status") == "done", run)
     assert shards(run) == [3, 2, 3], story(run)
-    assert "with 2 of 3 replicas, it had 3" in desk.hpcrun("events", run.id).stdout
+    assert "with 2 of 3 replicas (before: 3)" in desk.hpcrun("events", run.id).stdout
     desk.hpcrun("train", "job.yaml", *ALONE, f"train.steps={last}")
     (undisturbed,) = (RunDir(path) for path in desk.runs.iterdir() if path != run.path)
     assert steps(run) == pytest.approx(steps(undisturbed), rel=1e-5)

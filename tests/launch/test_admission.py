@@ -247,7 +247,7 @@ def test_a_spare_takes_the_place_of_a_node_that_is_not_well(site: Site, requeues
     assert (one.evidence, one.log) == ("space: /tmp: 0 B are free", str(outcome.run.events))
     told = [entry.text for entry in format_events(outcome.run)]
     assert told[0] == (
-        "preflight of 3 nodes; left out: n02: n02: space: /tmp: 0 B are free; n03: site: /etc/x: warm"
+        "preflight of 3 nodes; excluded: n02: n02: space: /tmp: 0 B are free; n03: site: /etc/x: warm"
     )
     assert not requeues.exists()
 

@@ -430,14 +430,14 @@ def test_a_done_run_leaves_nothing_on_the_nodes_disks_but_what_is_nowhere_else(s
 def test_events_of_checkpoints_in_words() -> None:
     restored = RestoreEvent(20, "ab", ("memory", "parity"), 5, ("x", "y"), 1, 0, (), 0.5)
     assert str(restored) == (
-        "goes on from step 20, out of memory and parity; 1 part rebuilt; 5 steps of saves lost: x and 1 more"
+        "resumes from step 20 (memory, parity); 1 part rebuilt from parity; 5 saved steps lost: x and 1 more"
     )
-    assert str(RestoreEvent(0, None, (), 0, (), 0, 0, (), 0.5)) == "starts from the beginning"
+    assert str(RestoreEvent(0, None, (), 0, (), 0, 0, (), 0.5)) == "starts from scratch"
     assert str(CheckpointStoredEvent(5, "ab", "memory")) == ""
     assert str(CheckpointStoredEvent(5, "ab", "durable")) == "step 5: saved"
     failed = CheckpointFailedEvent(5, "ab", "parity", "a: no room")
     assert str(failed) == "step 5: parity save failed: a: no room"
-    assert str(SuspectSaveEvent(5, "ab", 2)).endswith("(generation ab) has failed 2 times")
+    assert str(SuspectSaveEvent(5, "ab", 2)).endswith("(generation ab) failed 2 times")
     assert str(ErasureSetsEvent((), "one\ntwo")) == "one; two"
     died = CheckpointWorkerDiedEvent("a", 3)
-    assert str(died) == "the checkpoint worker on a died; another one is started"
+    assert str(died) == "checkpoint worker on a died; restarting it"

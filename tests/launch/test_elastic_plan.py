@@ -61,7 +61,7 @@ def test_a_lost_node_costs_its_replica_and_the_batch_stays(site: Site) -> None:
     assert [one["spares_left"] for one in told] == [0, 0]
     lines = [entry.text for entry in format_events(outcome.run) if entry.what == "relaunch"]
     assert lines[0] == (
-        "relaunch in the same allocation without b with 2 of 3 replicas, it had 3; 0 spares left"
+        "relaunch in the same allocation without b with 2 of 3 replicas (before: 3); 0 spares left"
     )
     state = run_state.read_run_state(outcome.run)
     assert (state.replicas, state.whole_replicas) == (1, 3)
@@ -85,7 +85,7 @@ def test_it_grows_with_the_nodes_that_are_there(site: Site) -> None:
     (told, *_) = [line for line in read_json_lines(outcome.run.events) if line["event"] == "relaunch"][::-1]
     assert (told["replicas"], told["replicas_before"], told["replicas_whole"]) == (4, 2, 4)
     lines = [entry.text for entry in format_events(outcome.run) if entry.what == "relaunch"]
-    assert lines[-1] == "relaunch in the same allocation with 4 of 4 replicas, it had 2; 0 spares left"
+    assert lines[-1] == "relaunch in the same allocation with 4 of 4 replicas (before: 2); 0 spares left"
 
 
 def test_below_the_least_it_does_not_go_on_here(site: Site) -> None:

@@ -118,9 +118,7 @@ def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -
     assert [one.node for one in plan.sources] == ["a", "spare", "c"], "c has its own still"
     (event,) = site.named("restore")
     assert (event["tiers"], event["rebuilt"], event["from_spares"]) == (["memory"], 0, 1)
-    assert str(parse_event(event)) == (
-        "goes on from step 20, out of memory; 1 part from the memory of spares"
-    )
+    assert str(parse_event(event)) == ("resumes from step 20 (memory); 1 part from spares' memory")
     # Of its guests the spare keeps what there is nowhere else, until that is of no use any more.
     (kept,) = site.orders("spare", "dismiss_replicas")
     assert (kept["generation"], kept["numbers"]) == (stamp(20).generation, [1])

@@ -155,7 +155,7 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
         entry.text for entry in format_events(directory) if entry.what in ("save", "stored", "save_failed")
     ]
     assert words == [
-        "step 5: saved after 3.5 s beside training",
+        "step 5: saved in the background after 3.5 s",
         "step 10: durable save failed: rank 0 on n01: no space left",
     ]
     stream = io.StringIO()
@@ -164,8 +164,8 @@ def test_people_are_told_of_what_lasts_and_of_what_failed(runs_root: Path) -> No
         if line["kind"] not in ("step", "start"):
             display.step(parse_metric(line).metric)
     assert stream.getvalue().splitlines() == [
-        "hpcrun: step 5: 7.451 GiB on their way to durable after 2.5 s",
-        "hpcrun: step 5: saved after 3.5 s beside training",
+        "hpcrun: step 5: 7.451 GiB being written to durable after 2.5 s",
+        "hpcrun: step 5: saved in the background after 3.5 s",
         "hpcrun: step 10: durable save failed: rank 0 on n01: no space left",
     ]
     told, _ = describe_run(directory)

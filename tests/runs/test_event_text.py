@@ -73,22 +73,22 @@ BEFORE = "before the run was done"
 TOLD = [
     (1, "launch of 8 ranks on n[01-04]"),
     (1, "ranks connected after 7.1 s"),
-    (1, "begins with the first step"),
+    (1, "starts at step 1"),
     (1, "SIGUSR1: save"),
     (1, "step 20: saved in 0.2 s"),
-    (1, f"rank 3 on n02 was killed by signal 9 (SIGKILL) {BEFORE}; ranks 0-2,4,6-7 ended after it"),
-    (1, "could not be ended: rank 5 on n03"),
+    (1, f"rank 3 on n02 was killed by signal 9 (SIGKILL) {BEFORE}; ranks 0-2,4,6-7 ended afterwards"),
+    (1, "could not kill: rank 5 on n03"),
     (1, "failed: rank 3 on node n02 was killed"),
     (1, "fault: node of rank 3 on node n02: no answer"),
     (2, "relaunch in the same allocation without n[02-03]; 1 spare left"),
     (2, "launch of 8 ranks on n[01-04]"),
     (2, "ranks connected after 7.0 s"),
-    (2, "goes on after step 20"),
+    (2, "resumes after step 20"),
     (2, "promoted node=n07"),
     (2, "SIGTERM: save and stop"),
     (2, "step 60: eval loss 2.5000"),
     (2, "done at step 60"),
-    (2, "queued again (time limit)"),
+    (2, "requeued (time limit)"),
 ]
 
 
@@ -113,7 +113,7 @@ def test_the_story_is_told_in_the_order_of_things_with_ranks_folded() -> None:
 def test_ranks_of_a_command_end_one_by_one_before_it_is_known_to_be_done() -> None:
     ends = [event(5, "rank_ended", rank=rank, node="n01", pid=7, wait_status=0) for rank in (1, 0)]
     told = texts(tell(EventFormatter(nodes), [*ends, event(6, "exit", status="done", message="done")], []))
-    assert told == [(1, "rank 1 on n01 ended with exit code 0; rank 0 ended after it"), (1, "done")]
+    assert told == [(1, "rank 1 on n01 ended with exit code 0; rank 0 ended afterwards"), (1, "done")]
 
 
 def test_told_piece_by_piece_it_says_the_same() -> None:
@@ -129,10 +129,10 @@ def test_told_piece_by_piece_it_says_the_same() -> None:
 def test_ranks_that_fall_one_after_another_are_told_as_they_come() -> None:
     teller = EventFormatter()
     assert texts(tell(teller, [ended(1, 3, 9)]))[0][1].startswith("rank 3 on n02 was killed")
-    assert texts(tell(teller, [ended(2, 2, None)])) == [(1, "rank 2 ended after it")]
+    assert texts(tell(teller, [ended(2, 2, None)])) == [(1, "rank 2 ended afterwards")]
     assert tell(teller, [event(2, "rank_failed", rank=2)]) == []
     assert texts(tell(EventFormatter(), [event(1, "rank_failed", rank=rank) for rank in (5, 6, 7)])) == [
-        (1, "rank 5 failed; ranks 6-7 failed after it")
+        (1, "rank 5 failed; ranks 6-7 failed afterwards")
     ]
 
 
@@ -176,7 +176,7 @@ def test_a_restart_that_passes_over_a_damaged_save_says_so() -> None:
     whole = line(8, "restore", 16, seconds=0.1, passed_over=[], lost_steps=0)
     damaged = line(9, "restore", 8, 2, passed_over=["step-00000016: is damaged: x"], lost_steps=8)
     told = [entry.text for entry in tell(EventFormatter(), [], [whole, damaged])]
-    assert told == ["goes back to step 8: step-00000016: is damaged: x"]
+    assert told == ["falls back to step 8: step-00000016: is damaged: x"]
 
 
 def write(run: RunDir, events: list[Record], metrics: list[Record] = METRICS) -> None:
@@ -247,8 +247,8 @@ def test_a_save_is_told_once_whoever_writes_it_down_first() -> None:
         event(71.5, "checkpoint_failed", step=70, tier="durable", problem="n01: disk full"),
     ]
     assert texts(tell(EventFormatter(), events, metrics)) == [
-        (1, "step 60: saved after 2.0 s beside training"),
-        (1, "step 60: saved (object) after 2.0 s beside training"),
+        (1, "step 60: saved in the background after 2.0 s"),
+        (1, "step 60: saved (object) in the background after 2.0 s"),
         (1, "step 70: durable save failed: rank 0 on n01: disk full"),
     ]
     told = [

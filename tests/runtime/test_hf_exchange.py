@@ -441,7 +441,7 @@ def test_training_that_begins_with_weights_checks_them_and_keeps_what_is_beside_
     assert (told_of.is_hashed, told_of.dtypes) == (False, {"bfloat16": len(tensors)})
     assert (told_of.notes, sorted(told_of.carried)) == ((), sorted(BESIDE))
     text = str(told_of)
-    assert f"({len(tensors)} bfloat16 tensors, kept in float32; no SHA256SUMS beside them)" in text
+    assert f"({len(tensors)} bfloat16 tensors, kept in float32; no SHA256SUMS found)" in text
     kept = read_base_model(run.path)
     assert kept is not None
     assert kept.dtypes == {name.removeprefix("model."): "bfloat16" for name in tensors}

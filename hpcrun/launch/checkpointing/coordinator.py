@@ -301,7 +301,7 @@ class CheckpointCoordinator:
         match message:
             case wire.WorkerDied(status, _, why):
                 why = why and f": {why}"
-                self._note(f"the checkpoint worker of {node} died{why}; another one is started")
+                self._note(f"checkpoint worker of {node} died{why}; restarting it")
                 self._tell(attempt, CheckpointWorkerDiedEvent(node, status))
                 events = self._tier_tracker.died(node, why)
             case wire.WorkerReady():

@@ -31,7 +31,7 @@ class LaunchEvent(Event):
 
 @dataclass(frozen=True)
 class RankStartedEvent(Event):
-    """A rank has recorded itself and takes signals."""
+    """A rank has written its record and handles signals."""
 
     rank: Count
     node: str
@@ -43,7 +43,7 @@ class RankStartedEvent(Event):
 
 @dataclass(frozen=True)
 class RanksConnectedEvent(Event):
-    """All ranks are connected to each other, so many seconds after the launch."""
+    """All ranks are connected to each other; `seconds` since the launch."""
 
     seconds: float
 
@@ -93,18 +93,18 @@ class RankEndedEvent(Event):
     node: str
     pid: int | None
     wait_status: WaitStatus | None
-    """As waitpid gives it; None where the kernel does not tell."""
+    """From waitpid; None when unknown."""
 
     def __str__(self) -> str:
         how = "ended" if self.wait_status is None else describe_status(self.wait_status)
-        # Of a command's ranks each ends by itself, and only all of them together say that the run is done.
+        # The ranks of a command end one by one; the run is done once all of them have.
         early = "" if self.wait_status == 0 else " before the run was done"
         return f"rank {self.rank} on {self.node} {how}{early}"
 
 
 @dataclass(frozen=True)
 class RankFailedEvent(Event):
-    """A rank has written down why it cannot go on."""
+    """A rank has recorded why it failed."""
 
     rank: Count
 
@@ -114,7 +114,7 @@ class RankFailedEvent(Event):
 
 @dataclass(frozen=True)
 class LauncherEndedEvent(Event):
-    """What started the ranks has ended; its status says nothing about success."""
+    """The process that started the ranks has ended; its status does not tell whether they succeeded."""
 
     wait_status: WaitStatus
 
@@ -124,7 +124,7 @@ class LauncherEndedEvent(Event):
 
 @dataclass(frozen=True)
 class ResultEvent(Event):
-    """The ranks agreed that the attempt ended well; result.json has the rest."""
+    """The ranks agreed that the attempt succeeded; result.json has the details."""
 
     status: str
     step: Count | None
@@ -135,7 +135,7 @@ class ResultEvent(Event):
 
 @dataclass(frozen=True)
 class HangEvent(Event):
-    """Ranks have made no progress for longer than they may."""
+    """Ranks have made no progress within the time limit."""
 
     ranks: tuple[Count, ...]
     message: str
@@ -146,7 +146,7 @@ class HangEvent(Event):
 
 @dataclass(frozen=True)
 class RankStacks:
-    """Where some ranks stand."""
+    """The innermost frame that some ranks share."""
 
     ranks: tuple[Count, ...]
     nodes: Texts
@@ -158,25 +158,25 @@ class RankStacks:
 
 @dataclass(frozen=True)
 class StacksEvent(Event):
-    """Where the ranks stood when they hung, the smallest group first."""
+    """Stacks of the ranks when they hung, the smallest group first."""
 
     groups: tuple[RankStacks, ...]
 
     def __str__(self) -> str:
         if not self.groups:
-            return "no rank gave a stack"
+            return "no rank wrote a stack"
         return shorten(f"stacks: {'; '.join(map(str, self.groups))}")
 
 
 @dataclass(frozen=True)
 class ProcessesEndedEvent(Event):
-    """The processes of an attempt were ended."""
+    """The processes of an attempt were killed."""
 
     stuck: Texts
-    """Those that could not be ended."""
+    """Those that survived SIGKILL."""
 
     def __str__(self) -> str:
-        return f"could not be ended: {', '.join(self.stuck)}" if self.stuck else ""
+        return f"could not kill: {', '.join(self.stuck)}" if self.stuck else ""
 
 
 @dataclass(frozen=True)

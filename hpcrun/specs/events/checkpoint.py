@@ -1,4 +1,4 @@
-"""Events about checkpoints: what an attempt restores, and how far its saves have come."""
+"""Events about checkpoints: what an attempt restores, and which tiers its saves have reached."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ class ErasureSetsEvent(Event):
 
 @dataclass(frozen=True)
 class RestoreEvent(Event):
-    """What the ranks of an attempt go on from: nothing where `tiers` is empty."""
+    """The checkpoint that the ranks of an attempt resume from; none where `tiers` is empty."""
 
     step: Count
     generation: str | None
     tiers: Texts
     lost_steps: Count
-    """How many steps newer saves had that are passed over."""
+    """How many steps newer the newest save is that cannot be used."""
     passed_over: Texts
     rebuilt: Count
     """How many parts were rebuilt from parity."""
     from_spares: Count
-    """How many parts come out of the memory of spares."""
+    """How many parts are read from the memory of spares."""
     silent: Texts
-    """Nodes whose checkpoint worker did not come up."""
+    """Nodes whose checkpoint worker did not start."""
     seconds: float
 
     def __str__(self) -> str:
-        text = "starts from the beginning"
+        text = "starts from scratch"
         if self.tiers:
-            text = f"goes on from step {self.step}, out of {' and '.join(self.tiers)}"
+            text = f"resumes from step {self.step} ({', '.join(self.tiers)})"
         if self.from_spares:
-            text += f"; {format_count(self.from_spares, 'part')} from the memory of spares"
+            text += f"; {format_count(self.from_spares, 'part')} from spares' memory"
         if self.rebuilt:
-            text += f"; {format_count(self.rebuilt, 'part')} rebuilt"
+            text += f"; {format_count(self.rebuilt, 'part')} rebuilt from parity"
         if self.lost_steps:
-            text += f"; {format_count(self.lost_steps, 'step')} of saves lost"
+            text += f"; {format_count(self.lost_steps, 'saved step')} lost"
         if self.passed_over:
             rest = len(self.passed_over) - 1
             text += f": {self.passed_over[0]}" + (f" and {rest} more" if rest else "")
@@ -80,7 +80,7 @@ class CheckpointStoredEvent(Event):
 
 @dataclass(frozen=True)
 class CheckpointFailedEvent(Event):
-    """A tier does not get a checkpoint."""
+    """A save failed at a tier."""
 
     step: Count
     generation: str
@@ -93,7 +93,7 @@ class CheckpointFailedEvent(Event):
 
 @dataclass(frozen=True)
 class SpareReplicaEvent(Event):
-    """A spare has copied what nodes had in memory; `message` where that are other nodes than before."""
+    """A spare has copied the memory of nodes; `message` is set when the set of nodes has changed."""
 
     step: Count
     generation: str
@@ -113,7 +113,7 @@ class SpareReplicaEvent(Event):
 
 @dataclass(frozen=True)
 class DurabilityOverdueEvent(Event):
-    """No durable save for longer than the job allows."""
+    """The last durable save is older than the job allows."""
 
     message: str
 
@@ -129,12 +129,12 @@ class CheckpointWorkerDiedEvent(Event):
     wait_status: int | None
 
     def __str__(self) -> str:
-        return f"the checkpoint worker on {self.node} died; another one is started"
+        return f"checkpoint worker on {self.node} died; restarting it"
 
 
 @dataclass(frozen=True)
 class SuspectSaveEvent(Event):
-    """Attempts that went on from a checkpoint have failed so many times."""
+    """Attempts that resumed from a checkpoint failed `count` times."""
 
     step: Count
     generation: str | None
@@ -142,4 +142,4 @@ class SuspectSaveEvent(Event):
 
     def __str__(self) -> str:
         times = "once" if self.count == 1 else f"{self.count} times"
-        return f"what went on from step {self.step} (generation {self.generation}) has failed {times}"
+        return f"attempts resumed from step {self.step} (generation {self.generation}) failed {times}"

@@ -1,4 +1,4 @@
-"""What an event is: its stamp, the types of its fields, and the words that texts of events share."""
+"""The base class of events, their stamp and field types, and formatting that their texts share."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MAX_TEXT_LENGTH = 300
 
 
 class Event(ABC):
-    """What one line says besides its stamp."""
+    """One line without its stamp."""
 
     @abstractmethod
     def __str__(self) -> str:
-        """The event in words, in one line; empty where it is not worth one."""
+        """One line for people; empty for events that they need not see."""
 
 
 @dataclass(frozen=True)
 class EventStamp:
-    """When and where an event was written down, and in which attempt."""
+    """When, where and in which attempt an event was recorded."""
 
     time: Seconds
     """Wall clock of `host`."""
@@ -39,22 +39,22 @@ class EventStamp:
 
     @classmethod
     def now(cls, attempt: int) -> EventStamp:
-        """This moment, on this host."""
+        """A stamp with the current time and host."""
         return cls(time.time(), time.monotonic(), attempt, os.uname().nodename)
 
 
 def shorten(text: str) -> str:
-    """The beginning of a text whose length nobody limits."""
+    """Cut a text to the length of an event line."""
     return text[:_MAX_TEXT_LENGTH]
 
 
 def format_count(number: int, noun: str) -> str:
-    """The number with the noun, which has an s where it is not one."""
+    """Number and noun, with an s for the plural."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def format_hosts(names: Sequence[str]) -> str:
-    """A host list, or the names where they are no host names."""
+    """A folded host list; names that are not host names are joined by commas."""
     try:
         return fold_hosts(names)
     except UsageError:
@@ -62,7 +62,7 @@ def format_hosts(names: Sequence[str]) -> str:
 
 
 def format_rank_ranges(ranks: Iterable[int]) -> str:
-    """Ranks as 0-2,4-7."""
+    """Format ranks as `0-2,4-7`."""
     return ",".join(
         f"{low}-{high}" if low < high else str(low) for low, high in _consecutive_ranges(sorted(set(ranks)))
     )

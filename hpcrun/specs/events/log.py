@@ -82,7 +82,7 @@ EVENT_CLASSES: Mapping[str, type[Event]] = {
     "chaos": ChaosEvent,
 }
 _NAMES = {cls: name for name, cls in EVENT_CLASSES.items()}
-_STAMP_FIELDS = (*(one.name for one in fields(EventStamp)), "event")
+_STAMP_FIELDS = (*(stamp_field.name for stamp_field in fields(EventStamp)), "event")
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class UnknownEvent(Event):
 
 @dataclass(frozen=True)
 class EventRecord:
-    """One line: `extra` has the fields that a newer version wrote and this one does not know."""
+    """One line; `extra` has the fields that only newer versions know."""
 
     stamp: EventStamp
     event: Event
@@ -111,7 +111,7 @@ class EventRecord:
 
     @property
     def attempt(self) -> int:
-        """The attempt that it belongs to."""
+        """The attempt of the event."""
         return self.stamp.attempt
 
     @property
@@ -120,7 +120,7 @@ class EventRecord:
         return self.stamp.time
 
     def __str__(self) -> str:
-        """The event in words, with what a newer version added."""
+        """The text of the event, and the fields of a newer version."""
         text = str(self.event)
         return f"{text} ({', '.join(_format_fields(self.extra))})" if text and self.extra else text
 
@@ -131,15 +131,15 @@ class EventRecord:
 
 
 class EventWriter(JsonLineWriter):
-    """Appends events, each with the stamp of this moment and host."""
+    """Appends events, stamped with the current time and host."""
 
     def append(self, event: Event, attempt: int) -> None:
-        """Write one event; OSError when it did not fit."""
+        """Write one event; OSError if the file system is full."""
         self.write(EventRecord(EventStamp.now(attempt), event).as_json())
 
 
 def parse_event(values: Any) -> EventRecord:
-    """The event of a JSON object; WrongValue names the field that is missing or wrong."""
+    """Parse the JSON object of a line; WrongValue names the missing or wrong field."""
     stamp = parse_typed(EventStamp, values, allow_extra=True)
     name = values.get("event")
     if not isinstance(name, str):
@@ -156,12 +156,12 @@ def parse_event(values: Any) -> EventRecord:
 
 
 def open_events(path: Path, offset: int = 0) -> TypedLineReader[EventRecord]:
-    """Follows events.jsonl or chaos.jsonl as it grows."""
+    """Open events.jsonl or chaos.jsonl for reading as it grows."""
     return TypedLineReader(path, parse_event, offset)
 
 
 def read_events(path: Path) -> list[EventRecord]:
-    """All events of a file; a line that is not an event is left out, with one line on standard error."""
+    """Read all events of a file; skips damaged lines and reports them once on standard error."""
     return open_events(path).read()
 
 

@@ -14,7 +14,7 @@ from hpcrun.specs.events.event import (
 )
 from hpcrun.typed_json import Count
 
-_SIGNAL_MEANINGS = {"SIGUSR1": "save", "SIGUSR2": "save and stop, to be queued again"}
+_SIGNAL_MEANINGS = {"SIGUSR1": "save", "SIGUSR2": "save, stop and requeue"}
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,16 @@ class PreflightEvent(Event):
     found: tuple[Finding, ...]
     """Each with its node as `where`."""
     excluded: Texts
-    """Nodes that are left out."""
+    """Nodes that the attempt does not use."""
 
     def __str__(self) -> str:
         if self.nodes == 1 and not self.found:
             return ""
-        without = f"; left out: {format_hosts(self.excluded)}" if self.excluded else ""
-        findings = [f"{one.where}: {one.check}: {replace(one, where='')}" for one in self.found]
-        listed = "; ".join(findings) or "all well"
+        without = f"; excluded: {format_hosts(self.excluded)}" if self.excluded else ""
+        findings = [
+            f"{finding.where}: {finding.check}: {replace(finding, where='')}" for finding in self.found
+        ]
+        listed = "; ".join(findings) or "passed"
         return f"preflight of {format_count(self.nodes, 'node')}{without}: {listed}"
 
 
@@ -50,7 +52,7 @@ class NodeLostEvent(Event):
 
 @dataclass(frozen=True)
 class SignalEvent(Event):
-    """The supervisor got a signal."""
+    """The supervisor received a signal."""
 
     signal: str
 
@@ -60,7 +62,7 @@ class SignalEvent(Event):
 
 @dataclass(frozen=True)
 class StragglerEvent(Event):
-    """A node has become slow: `score` is its speed in relation to the others."""
+    """A node has become slow: `score` is its speed relative to the others."""
 
     node: str
     score: float
@@ -72,11 +74,11 @@ class StragglerEvent(Event):
 
 @dataclass(frozen=True)
 class FaultEvent(Event):
-    """Why an attempt failed, and who was at fault."""
+    """Why an attempt failed, and which rank or nodes caused it."""
 
     cause: str
     kind: str
-    """What kind of fault it was: the program's, the infrastructure's …; `unknown` where nothing tells."""
+    """program, infrastructure …; `unknown` without evidence."""
     nodes: Texts
     rank: Count | None
     message: str
@@ -92,7 +94,7 @@ class FaultEvent(Event):
 
 @dataclass(frozen=True)
 class RelaunchEvent(Event):
-    """Another attempt follows in the same allocation; replicas are None where all of the job's work."""
+    """Another attempt follows in the same allocation; replicas are None when the job has all of them."""
 
     excluded: Texts
     spares_left: Count
@@ -102,7 +104,7 @@ class RelaunchEvent(Event):
 
     def __str__(self) -> str:
         without = f" without {format_hosts(self.excluded)}" if self.excluded else ""
-        before = "" if self.replicas == self.replicas_before else f", it had {self.replicas_before}"
+        before = "" if self.replicas == self.replicas_before else f" (before: {self.replicas_before})"
         replicas = f" with {self.replicas} of {self.replicas_whole} replicas{before}"
         spares = f"; {format_count(self.spares_left, 'spare')} left"
         return f"relaunch in the same allocation{without}{replicas * (self.replicas is not None)}{spares}"
@@ -110,12 +112,12 @@ class RelaunchEvent(Event):
 
 @dataclass(frozen=True)
 class RequeueEvent(Event):
-    """The job is in the queue again."""
+    """Slurm has requeued the job."""
 
     cause: str
 
     def __str__(self) -> str:
-        return f"queued again ({self.cause.replace('_', ' ')})"
+        return f"requeued ({self.cause.replace('_', ' ')})"
 
 
 @dataclass(frozen=True)
@@ -130,17 +132,17 @@ class FailoverEvent(Event):
     claimed: float | None
     """When (wall clock) the new one claimed its epoch."""
     killed_by: str = ""
-    """The signal that killed the former one, where both are on the same node."""
+    """The signal that killed the former one, when both are on the same node."""
 
     def __str__(self) -> str:
         if self.killed_by:
             return f"the supervisor on {self.former} was killed by {self.killed_by}"
-        return f"the supervisor on {self.former} is gone; {self.successor} goes on with the run"
+        return f"supervisor on {self.former} lost; {self.successor} continues the run"
 
 
 @dataclass(frozen=True)
 class ChaosEvent(Event):
-    """A fault that was injected, or has been taken back; a line of chaos.jsonl."""
+    """A fault that was injected or removed; a line of chaos.jsonl."""
 
     phase: Literal["injected", "filled", "removed"]
     do: str
@@ -150,7 +152,7 @@ class ChaosEvent(Event):
     pids: tuple[int, ...]
     seed: int | None
     user: str
-    """Who asked for it."""
+    """Who injected it."""
 
     def __str__(self) -> str:
         return f"chaos on {self.node}: {self.text}"
