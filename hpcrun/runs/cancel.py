@@ -46,17 +46,17 @@ def cancel_run(run: RunDir, *, now: bool = False) -> list[str]:
 
 
 def _nothing_to_cancel_error(state: RunState) -> HpcrunError:
-    told = f" ({state.message})" if state.message else ""
+    reason = f" ({state.message})" if state.message else ""
     if state.is_over:
-        return UsageError(f"{state.run.id} is {state.state}{told}; there is nothing to cancel")
+        return UsageError(f"{state.run.id} is {state.state}{reason}; there is nothing to cancel")
     if state.job:
         return SiteError(f"{state.run.id}: nothing was cancelled: {state.message}")
-    return UsageError(f"{state.run.id} is not known to run{told}; there is nothing to cancel here")
+    return UsageError(f"{state.run.id} is not known to run{reason}; there is nothing to cancel here")
 
 
 def _one_per_process(states: Sequence[RunState]) -> list[RunState]:
     """Of a sweep that is one process, the element that runs, else any that waits."""
-    running = [one for one in states if one.state == "running"]
+    running = [state for state in states if state.state == "running"]
     return list({one.pid: one for one in running or states}.values())
 
 
@@ -82,38 +82,38 @@ def _cancel_process(state: RunState, now: bool) -> str:
 
 def _scancel_target(run: RunDir, state: RunState) -> JobQuery:
     """The job to name to scancel: of a sweep the whole array."""
-    found = parse_job_id(state.job or "")
-    assert found is not None
-    return JobQuery(found.job, None if run.sweep.is_file() else found.element, state.cluster)
+    job_id = parse_job_id(state.job or "")
+    assert job_id is not None
+    return JobQuery(job_id.job, None if run.sweep.is_file() else job_id.element, state.cluster)
 
 
 def _cancel_job(job: JobQuery, states: Sequence[RunState], now: bool) -> str:
-    waiting = [one.run for one in states if one.state == "queued"]
+    waiting = [state.run for state in states if state.state == "queued"]
     if waiting:
         # What waits comes first, and then a second look: nothing may start behind our back.
         cancel_job(job, "pending")
     taken = _dequeued_runs(waiting)
     for run in taken:
         _record_cancellation(run, job)
-    told = [f"{len(taken)} taken out of the queue"] if taken else []
+    actions = [f"{len(taken)} taken out of the queue"] if taken else []
     if running := len(states) - len(taken):
         cancel_job(job, "now" if now else "save")
-        told.append(f"{running} ended without a save" if now else f"{running} asked to save and stop")
+        actions.append(f"{running} ended without a save" if now else f"{running} asked to save and stop")
     if len(states) == 1:
-        return f"job {job} was {told[0].partition(' ')[2]}"
-    return f"of job {job}, {' and '.join(told)}"
+        return f"job {job} was {actions[0].partition(' ')[2]}"
+    return f"of job {job}, {' and '.join(actions)}"
 
 
 def _dequeued_runs(waiting: Sequence[RunDir]) -> list[RunDir]:
     """Those of the waiting that are out of the queue now."""
     states = read_run_states(waiting)
     # Slurm forgets an element that had not started as soon as it is cancelled; the accounts may be down.
-    asked: dict[RunDir, JobQuery] = {}
+    queries: dict[RunDir, JobQuery] = {}
     for one in states:
-        if one.state == "unknown" and (found := parse_job_id(one.job or "")) is not None:
-            asked[one.run] = JobQuery(found.job, found.element, one.cluster)
-    answers = query_jobs(asked.values(), in_accounts=False) if asked else {}
-    gone = [run for run, question in asked.items() if answers[question] == JobQueryResult()]
+        if one.state == "unknown" and (job_id := parse_job_id(one.job or "")) is not None:
+            queries[one.run] = JobQuery(job_id.job, job_id.element, one.cluster)
+    answers = query_jobs(queries.values(), in_accounts=False) if queries else {}
+    gone = [run for run, question in queries.items() if answers[question] == JobQueryResult()]
     return [one.run for one in states if one.state in ("cancelled", "lost") or one.run in gone]
 
 

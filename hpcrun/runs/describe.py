@@ -33,7 +33,7 @@ def describe_run(run: RunDir) -> tuple[dict[str, Any], GoodputLedger]:
     state = with_slurm_state(read_run_states([run])[0])
     owner = run.sweep_of_element or run
     origin, tiers = read_provenance(owner), read_checkpoint_stats(run)
-    told = {
+    description = {
         **state.as_json(),
         "files": _list_files(owner, run),
         "overrides": _element_overrides(run),
@@ -44,7 +44,7 @@ def describe_run(run: RunDir) -> tuple[dict[str, Any], GoodputLedger]:
         "save_tiers": tiers.as_json(),
         "save_lines": tiers.lines() + describe_spare_replicas(read_events(run.events)),
     }
-    return told, compute_run_ledger(state)
+    return description, compute_run_ledger(state)
 
 
 def compute_run_ledger(state: RunState) -> GoodputLedger:
@@ -58,7 +58,7 @@ def compute_run_ledger(state: RunState) -> GoodputLedger:
         )
         return read_ledger(state.run, now=now)
     # Slurm is spared the question: an element that goes on is counted up to what it wrote last.
-    return sum_ledgers(compute_run_ledger(one) for one in read_element_states(state.run, ask=False))
+    return sum_ledgers(compute_run_ledger(element) for element in read_element_states(state.run, ask=False))
 
 
 def _event_clock_time(run: RunDir, at: float | None) -> float:
@@ -110,19 +110,19 @@ def _element_overrides(run: RunDir) -> dict[str, Any] | None:
     return None if sweep is None else read_sweep(sweep)[int(run.path.name)]
 
 
-def _describe_attempt(one: Attempt, state: RunState) -> dict[str, Any]:
-    told, ended = (_dict_or_empty(read_json(path)) for path in (one.supervisor, one.outcome))
-    known = {name: told.get(name) for name in ("host", "slurm_job", "restarts", "started")}
+def _describe_attempt(attempt: Attempt, state: RunState) -> dict[str, Any]:
+    supervisor, ended = (_dict_or_empty(read_json(path)) for path in (attempt.supervisor, attempt.outcome))
+    fields = {name: supervisor.get(name) for name in ("host", "slurm_job", "restarts", "started")}
     outcome = {
         name: ended.get(name) for name in ("status", "message", "step", "requeued", "relaunched", "ended")
     }
     if not ended:
-        is_newest = one.number == state.attempt
+        is_newest = attempt.number == state.attempt
         words = None if is_newest and state.state == "running" else "it left no word"
         outcome |= {"status": state.state if is_newest else "unknown", "message": words}
-    replicas = read_replica_counts(one)
-    known["replicas"] = None if replicas is None else {"there": replicas[0], "whole": replicas[1]}
-    return {"attempt": one.number, **known, **outcome, "logs": str(one.log(0).parent)}
+    replicas = read_replica_counts(attempt)
+    fields["replicas"] = None if replicas is None else {"there": replicas[0], "whole": replicas[1]}
+    return {"attempt": attempt.number, **fields, **outcome, "logs": str(attempt.log(0).parent)}
 
 
 def _dict_or_empty(record: Any) -> dict[str, Any]:

@@ -182,10 +182,10 @@ class _RunRecords:
 
 def _attempt_nodes(run: RunDir, attempt: int) -> Sequence[str]:
     try:
-        found = read_placement(run.attempt(attempt).placement)
+        placement = read_placement(run.attempt(attempt).placement)
     except UsageError:  # of another version, or damaged: the story goes on without
         return ()
-    return found[0].nodes if found else ()
+    return placement[0].nodes if placement else ()
 
 
 def _differ_only_in_rank(first: EventRecord, second: EventRecord) -> bool:

@@ -68,14 +68,16 @@ class RunWatcher:
         self._due = time.monotonic() + self._gap
 
     def _merged(self, state: RunState) -> RunState:
-        told = self._told.get(state.run, state)
-        if told.is_over and told.exit_code is None:
+        answer = self._told.get(state.run, state)
+        if answer.is_over and answer.exit_code is None:
             since = self._suspected.setdefault(state.run, time.monotonic())
             if time.monotonic() - since < self.pace.believe:
-                return replace(state, message=told.message)
-        elif told.is_over:
-            return told
-        return replace(state, state=told.state, message=told.message, nodes=told.nodes, start=told.start)
+                return replace(state, message=answer.message)
+        elif answer.is_over:
+            return answer
+        return replace(
+            state, state=answer.state, message=answer.message, nodes=answer.nodes, start=answer.start
+        )
 
 
 def wait_for_runs(
@@ -90,14 +92,14 @@ def wait_for_runs(
     UsageError for a run that nobody has started.
     """
     watch = RunWatcher(runs, pace)
-    said: dict[RunDir, tuple[str, str]] = {}
+    noted: dict[RunDir, tuple[str, str]] = {}
     end = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
         states = watch.look()
         for state in states:
             _require_observable_end(state)
-            if said.get(state.run) != (state.state, state.message):
-                said[state.run] = state.state, state.message
+            if noted.get(state.run) != (state.state, state.message):
+                noted[state.run] = state.state, state.message
                 note(format_run_state(state))
         if all(state.is_over for state in states) or (end is not None and time.monotonic() >= end):
             return states
@@ -149,15 +151,15 @@ def follow_until_end(
     run: RunDir, render: Callable[[], None], note: Callable[[str], None], pace: PollIntervals | None = None
 ) -> int:
     """Render what is new until the run is over; what is waited for is noted; its exit code."""
-    watch, said = RunWatcher([run], pace), ""
+    watch, noted = RunWatcher([run], pace), ""
     while True:
         # Looked at first: what was written until then is still rendered.
         (state,) = watch.look()
         render()
         line = format_run_state(state)
-        if line != said and (state.state != "running" or state.message):
+        if line != noted and (state.state != "running" or state.message):
             note(line)
-        said = line
+        noted = line
         if state.is_over:
             return state.code
         _require_observable_end(state)
@@ -182,13 +184,13 @@ class _RunLog:
         first = self._first if self._first is not None else attempts[-1].number if attempts else None
         if self._shown is None:
             self._shown = first
-        for one in attempts:
-            if self._shown is None or one.number < self._shown:
+        for attempt in attempts:
+            if self._shown is None or attempt.number < self._shown:
                 continue
-            if one.number > self._shown:
-                note(f"attempt {one.number} of {self._run.id} begins")
-                self._shown = one.number
-            yield from self._new(_attempt_logs(one, self._rank))
+            if attempt.number > self._shown:
+                note(f"attempt {attempt.number} of {self._run.id} begins")
+                self._shown = attempt.number
+            yield from self._new(_attempt_logs(attempt, self._rank))
 
     def _new(self, paths: Sequence[Path]) -> Iterator[str]:
         for path in paths:
@@ -241,8 +243,8 @@ def find_rank_logs(run: RunDir, rank: int | None = None, attempt: int | None = N
     if attempt is not None and attempt not in numbers:
         raise UsageError(f"{run.id} has no attempt {attempt}; there are {', '.join(map(str, numbers))}")
     chosen = run.attempt(attempt or numbers[-1])
-    if found := _attempt_logs(chosen, rank):
-        return found
+    if paths := _attempt_logs(chosen, rank):
+        return paths
     path = chosen.log(rank or 0)
     there = sorted(p.name for p in path.parent.glob("*.log")) if path.parent.is_dir() else []
     raise UsageError(f"{path}: there is no such log; there are: {', '.join(there) or 'none'}")

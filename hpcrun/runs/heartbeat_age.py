@@ -40,16 +40,16 @@ class HeartbeatAgeFile:
 
 def read_heartbeat_ages(run: RunDir) -> dict[str, float]:
     """For how long each node has not been heard of; empty where nobody on this host has written it down."""
-    found: Any = None
+    record: Any = None
     with contextlib.suppress(UsageError, OSError):
-        found = read_json(run.telemetry / "heard.json")
+        record = read_json(run.telemetry / "heard.json")
     try:
         now = _monotonic_now()
         # What a supervisor on another host has left says nothing any more, and its clock is another one.
-        if found["host"] != now["host"]:
+        if record["host"] != now["host"]:
             return {}
-        since = max(0.0, now["monotonic"] - float(found["monotonic"]))
-        return {str(node): float(age) + since for node, age in found["ages"].items()}
+        since = max(0.0, now["monotonic"] - float(record["monotonic"]))
+        return {str(node): float(age) + since for node, age in record["ages"].items()}
     except (TypeError, KeyError, ValueError, AttributeError):
         return {}
 

@@ -108,8 +108,8 @@ def _failure_kind(fault: Fault) -> FailureKind | None:
 
 
 def _node_count(attempt: Attempt) -> int:
-    found = read_placement(attempt.placement)
-    return len(found[0].nodes) if found else 1
+    placement = read_placement(attempt.placement)
+    return len(placement[0].nodes) if placement else 1
 
 
 def _cluster_name(run: RunDir) -> str | None:
@@ -118,25 +118,25 @@ def _cluster_name(run: RunDir) -> str | None:
         text = read_regular((run.sweep_of_element or run).cluster).decode(errors="replace")
     except (OSError, UsageError):
         return None
-    found = _NAME_LINE.search(text)
-    return found[1] if found else None
+    match = _NAME_LINE.search(text)
+    return match[1] if match else None
 
 
 def find_similar_runs(spec: JobSpec, runs: Iterable[RunDir]) -> list[RunDir]:
     """The newest runs of the same job: same name, model, layout, precision and nodes; newest first."""
     named = [run for run in runs if run.id.startswith(f"{spec.name}-")]
-    found = []
+    similar = []
     for run in reversed(named[-_MAX_SIMILAR_RUNS:]):
         with suppress(HpcrunError, OSError):
             check_run_schema((run.sweep_of_element or run).path)
             if _job_shape(load_run_job(run).spec) == _job_shape(spec):
-                found.append(run)
-    return found
+                similar.append(run)
+    return similar
 
 
 def _job_shape(spec: JobSpec) -> tuple[Any, ...]:
-    asked = spec.resources
-    return spec.name, spec.model, spec.parallel, spec.train.precision, asked.nodes, spec.ranks_per_node
+    resources = spec.resources
+    return spec.name, spec.model, spec.parallel, spec.train.precision, resources.nodes, spec.ranks_per_node
 
 
 def measure_runs(runs: Sequence[RunDir]) -> MeasuredCosts:

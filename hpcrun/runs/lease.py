@@ -114,9 +114,9 @@ def write_lease_probe(run: RunDir, node: str) -> None:
 def read_lease(run: RunDir) -> dict[str, Any]:
     """The lease as it stands; empty where there is none, or a part of one."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(run.lease.read_text())
-        if isinstance(found, dict):
-            return found
+        lease = json.loads(run.lease.read_text())
+        if isinstance(lease, dict):
+            return lease
     return {}
 
 
@@ -126,8 +126,8 @@ def has_active_leader(run: RunDir) -> bool:
     until = time.monotonic() + _LEASE_WATCH_S
     while run.lease.exists() and time.monotonic() < until:
         # One that is being written may look empty.
-        if found := read_lease(run):
-            signs.add(str(found))
+        if lease := read_lease(run):
+            signs.add(str(lease))
         if len(signs) > 1:
             return True
         time.sleep(_POLL_S)
@@ -159,8 +159,8 @@ class Leadership:
             self._look()
             if not (self.is_fenced or self.is_paused):
                 self._count += 1
-                found = {"epoch": self.epoch, "host": os.uname().nodename, "pid": os.getpid()}
-                text = json.dumps(found | {"count": self._count})
+                holder = {"epoch": self.epoch, "host": os.uname().nodename, "pid": os.getpid()}
+                text = json.dumps(holder | {"count": self._count})
                 self._run.lease.write_text(f"{text}\n")
         except OSError:
             return

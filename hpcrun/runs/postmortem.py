@@ -108,8 +108,8 @@ def _write_archive(run: RunDir, path: Path, file: Any) -> PostmortemArchive:
     owner = run.sweep_of_element or run
     with tarfile.open(fileobj=file, mode="w:gz") as tar:
         writer = _ArchiveWriter(tar, run.id.replace("/", "-"), Masker(known_secrets(run)), bundle)
-        for name, found in _find_files(owner, run):
-            writer.copy(name, found)
+        for name, source in _find_files(owner, run):
+            writer.copy(name, source)
         bundle.left_out.extend(_list_excluded_files(run))
         writer.text("slurm.txt", _slurm_report(run, owner))
         writer.text("versions.txt", _package_versions())
@@ -141,13 +141,13 @@ class _ArchiveWriter:
             self._bundle.left_out.append(f"{name}: there are {format_bytes(_MAX_TOTAL_BYTES)} already")
             return
         self._left -= len(data)
-        said = f"hpcrun: the first {cut} bytes were left out\n" if cut else ""
+        notice = f"hpcrun: the first {cut} bytes were left out\n" if cut else ""
         if cut:
             self._bundle.left_out.append(f"{name}: the first {cut} bytes")
         text = data.decode(errors="replace")
         if path.suffix in (".json", ".jsonl"):
             text = "".join(self._record(path.name, line) for line in _split_documents(path, text))
-        self.text(name, said + text)
+        self.text(name, notice + text)
 
     def _record(self, name: str, text: str) -> str:
         """A record without what must not get out; as text where it cannot be read."""
@@ -155,9 +155,9 @@ class _ArchiveWriter:
             record = json.loads(text)
         except (ValueError, RecursionError):
             return text
-        known = _PUBLIC_FIELDS.get(name)
-        if known is not None and isinstance(record, dict):
-            record = {key: value for key, value in record.items() if key in known}
+        public_fields = _PUBLIC_FIELDS.get(name)
+        if public_fields is not None and isinstance(record, dict):
+            record = {key: value for key, value in record.items() if key in public_fields}
         masked = self._masker.mask_record(record)
         return text if masked == json.loads(text) else json.dumps(masked) + "\n"
 
@@ -179,10 +179,10 @@ def _read_tail(path: Path, most: int) -> tuple[bytes, int]:
     # A link may lead to anybody's file, and nobody may write into a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("is no regular file")
-        cut = max(0, found.st_size - most)
+        cut = max(0, status.st_size - most)
         file.seek(cut)
         data = file.read(most)
     if cut:
@@ -215,8 +215,8 @@ def _find_files(owner: RunDir, run: RunDir) -> Iterator[tuple[str, Path]]:
 
 def _find_attempt_files(attempt: Attempt) -> list[Path]:
     """The files of an attempt that go into the tar."""
-    found = (path for pattern in _ATTEMPT_FILES for path in attempt.path.glob(pattern))
-    return sorted(path for path in found if not path.is_dir())
+    paths = (path for pattern in _ATTEMPT_FILES for path in attempt.path.glob(pattern))
+    return sorted(path for path in paths if not path.is_dir())
 
 
 def _list_excluded_files(run: RunDir) -> Iterator[str]:
@@ -245,12 +245,12 @@ def _slurm_report(run: RunDir, owner: RunDir) -> str:
     number, element, cluster = job
     name = str(number) if element is None else f"{number}_{element}"
     where = ["-M", cluster] if cluster else []
-    asked = [
+    commands = [
         ["scontrol", *where, "show", "job", "-d", name],
         ["sacct", *where, "-j", name, "-o", _SACCT_FORMAT],
         ["sinfo", *where, "-R"],
     ]
-    return "\n".join(f"$ {' '.join(words)}\n{_command_output(words)}" for words in asked)
+    return "\n".join(f"$ {' '.join(words)}\n{_command_output(words)}" for words in commands)
 
 
 def _command_output(words: list[str]) -> str:
@@ -293,10 +293,10 @@ def _format_summary(run: RunDir, left_out: list[str]) -> str:
 
 def _format_section(title: str, lines: Callable[[], list[str]]) -> str:
     try:
-        found = lines()
+        content = lines()
     except (HpcrunError, OSError) as error:
-        found = [f"cannot be told: {error}"]
-    return "".join(f"{line}\n" for line in (f"== {title}", *(found or ["nothing"])))
+        content = [f"cannot be told: {error}"]
+    return "".join(f"{line}\n" for line in (f"== {title}", *(content or ["nothing"])))
 
 
 def _format_causes(run: RunDir) -> list[str]:

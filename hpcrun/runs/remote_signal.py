@@ -21,10 +21,10 @@ def signal_successor(view: RunSnapshot | None, number: signal.Signals, cluster: 
 
     SiteError in srun's words when it cannot be reached.
     """
-    found, job = (view.process, view.supervisor.get("slurm_job")) if view else (None, None)
-    if view is None or not view.is_taken_over or found is None or job is None:
+    supervisor, job = (view.process, view.supervisor.get("slurm_job")) if view else (None, None)
+    if view is None or not view.is_taken_over or supervisor is None or job is None:
         return ""
-    host, who = found
+    host, who = supervisor
     argv = node_step(host, f"--jobid={job}", *cluster_option(cluster))
     name = number.name.removeprefix("SIG")
     words = ["sh", "-c", _KILL_SCRIPT, "sh", name, str(who.pid), str(who.start_ticks)]

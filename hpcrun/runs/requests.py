@@ -129,8 +129,8 @@ def _nothing_to_save_error(state: RunState) -> HpcrunError:
 
 
 def _signal_process(state: RunState) -> str:
-    run, found = state.run, state.snapshot.process if state.snapshot else None
-    handle = process.ProcessHandle(found[1]) if found else None
+    run, supervisor = state.run, state.snapshot.process if state.snapshot else None
+    handle = process.ProcessHandle(supervisor[1]) if supervisor else None
     if handle is None or not handle.signal(signal.SIGUSR1):
         return f"{run.id}: has ended just now"
     handle.close()

@@ -123,11 +123,11 @@ def read_run_states(runs: Sequence[RunDir], *, ask: bool = True) -> list[RunStat
     """The states of runs; Slurm is asked, once a cluster, about all that left no record of their end."""
     parts = [_run_parts(run) for run in runs]
     states = iter(_read_states([one for each in parts for one in each], ask=ask))
-    found = []
+    summaries = []
     for run, each in zip(runs, parts, strict=True):
         own = [next(states) for _ in each]
-        found.append(own[0] if each == [run] else summarize_sweep(run, own))
-    return found
+        summaries.append(own[0] if each == [run] else summarize_sweep(run, own))
+    return summaries
 
 
 def _run_parts(run: RunDir) -> list[RunDir]:
@@ -145,13 +145,13 @@ def with_slurm_state(state: RunState) -> RunState:
     """
     from hpcrun.slurm.ids import parse_job_id
 
-    found = parse_job_id(state.job or "") if state.is_over and not state.slurm_state else None
-    if found is None or state.exit_code is None or state.elements is not None:
+    job_id = parse_job_id(state.job or "") if state.is_over and not state.slurm_state else None
+    if job_id is None or state.exit_code is None or state.elements is not None:
         return state
     from hpcrun.slurm.queue import JobQuery, query_jobs
 
     owner = state.run.sweep_of_element or state.run
-    question = JobQuery(found.job, found.element, state.cluster, run=owner.id)
+    question = JobQuery(job_id.job, job_id.element, state.cluster, run=owner.id)
     record = query_jobs([question], _SLURM_TIMEOUT_S)[question].record
     name = record.state.name if record and record.state.final else ""
     return replace(state, slurm_state=_contradicting_slurm_state(state.state, name))
@@ -171,10 +171,10 @@ def read_element_states(sweep: RunDir, *, ask: bool = True) -> list[RunState]:
 def summarize_sweep(run: RunDir, elements: Sequence[RunState]) -> RunState:
     """A sweep, as the sum of its elements; of its jobs the newest that one of them belongs to."""
     counts = Counter(one.state for one in elements)
-    told = {state: counts[state] for state in reversed(RUN_STATES) if counts[state]}
+    totals = {state: counts[state] for state in reversed(RUN_STATES) if counts[state]}
     state = next((one for one in RUN_STATES if counts[one]), "unknown")
     why = next((one.message for one in elements if one.state in ("queued", "unknown") and one.message), "")
-    message = ", ".join(f"{count} {name}" for name, count in told.items()) or "it has no elements"
+    message = ", ".join(f"{count} {name}" for name, count in totals.items()) or "it has no elements"
     newest = max((one for one in elements if one.job), key=lambda one: one.submission, default=None)
     return RunState(
         run,
@@ -186,7 +186,7 @@ def summarize_sweep(run: RunDir, elements: Sequence[RunState]) -> RunState:
         cluster=newest.cluster if newest else "",
         submitted=newest.submitted if newest else 0.0,
         submission=newest.submission if newest else 0,
-        elements=told,
+        elements=totals,
         changed=max([_last_change(run), *(one.changed for one in elements)]),
     )
 
@@ -236,8 +236,8 @@ def _read_states(runs: Sequence[RunDir], *, ask: bool) -> list[RunState]:
 
 
 def _format_error(error: UsageError | OSError) -> str:
-    told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-    return told.partition("\n")[0]
+    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    return text.partition("\n")[0]
 
 
 def _state_from_records(view: RunSnapshot) -> tuple[str, str, JobQuery | None]:
@@ -307,13 +307,13 @@ def _describe_job_end(view: RunSnapshot, record: JobRecord) -> tuple[str, str]:
             is_early = not view.has_begun and not is_ending
             return "running", "the job has started, its supervisor is not up yet" if is_early else ""
         case "unknown":
-            said = " ".join((record.state.name, record.state.detail))
-            return "unknown", f"Slurm shows a state that is not known here: {said}"
+            shown = " ".join((record.state.name, record.state.detail))
+            return "unknown", f"Slurm shows a state that is not known here: {shown}"
     name = record.state.name
     state = "cancelled" if name == "CANCELLED" else "failed"
     detail = f" {record.state.detail}" if record.state.detail else ""
     code = f" with exit code {record.exit_code}" if record.exit_code is not None else ""
-    words = f"; the batch shell said last: {said}" if (said := view.last_words()) else ""
+    words = f"; the batch shell said last: {shown}" if (shown := view.last_words()) else ""
     return state, f"Slurm says {name}{detail}{code}, and there is no record of an end{words}"
 
 

@@ -114,8 +114,8 @@ class RunSnapshot:
     @property
     def submission_number(self) -> int:
         """The place of the newest job among all that the run was handed over as, from 1; 0 without one."""
-        known = self.origin.submissions if self.origin else []
-        return known.index(self.submission) + 1 if self.submission else 0
+        submissions = self.origin.submissions if self.origin else []
+        return submissions.index(self.submission) + 1 if self.submission else 0
 
     @property
     def is_local(self) -> bool:
@@ -128,15 +128,15 @@ class RunSnapshot:
     def process(self) -> tuple[str, process.ProcessId] | None:
         """Host and process to look at for a sign of life; None where none has been recorded."""
         begun = self.has_begun or self.submission is None
-        told = self.supervisor if begun else vars(self.submission)
-        host, pid, ticks = told.get("host"), told.get("pid"), told.get("start_ticks")
+        record = self.supervisor if begun else vars(self.submission)
+        host, pid, ticks = record.get("host"), record.get("pid"), record.get("start_ticks")
         return (host, process.ProcessId(pid, ticks)) if host and pid and ticks is not None else None
 
     @property
     def is_alive_here(self) -> bool:
         """Whether that process is a living one of this host."""
-        found = self.process
-        return found is not None and found[0] == os.uname().nodename and process.is_alive(found[1])
+        recorded = self.process
+        return recorded is not None and recorded[0] == os.uname().nodename and process.is_alive(recorded[1])
 
     @property
     def job(self) -> tuple[int, int | None, str] | None:
@@ -205,8 +205,8 @@ class RunSnapshot:
             lines = [
                 line.strip() for line in read_tail(path, _TAIL_BYTES).decode(errors="replace").splitlines()
             ]
-            if said := [line for line in lines if line]:
-                return said[-1][:_MAX_LINE_LENGTH]
+            if printed := [line for line in lines if line]:
+                return printed[-1][:_MAX_LINE_LENGTH]
         return ""
 
 
@@ -215,8 +215,8 @@ def read_replica_counts(attempt: Attempt) -> tuple[int, int] | None:
     plan = read_json(attempt.plan)
     if not isinstance(plan, dict) or plan.get("whole_dp") is None:
         return None
-    found = _validate_record(attempt.plan, plan, _REPLICA_FIELDS, *_REPLICA_FIELDS)
-    return found["dp_replicate"] * found["dp_shard"], found["whole_dp"]
+    record = _validate_record(attempt.plan, plan, _REPLICA_FIELDS, *_REPLICA_FIELDS)
+    return record["dp_replicate"] * record["dp_shard"], record["whole_dp"]
 
 
 def _validate_record(path: Path, record: Any, kinds: _FieldTypes, *needed: str) -> dict[str, Any]:

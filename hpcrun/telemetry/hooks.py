@@ -61,8 +61,8 @@ class StateChanges:
             state = _STATE_OF_EVENT.get(type(record.event))
             if state is not None:
                 self.attempt, values = record.attempt, record.as_json()
-                more = {name: values[name] for name in _OPTIONAL_KEYS if name in values}
-                yield self._change(state, record.time, values.get("message", ""), **more)
+                optional = {name: values[name] for name in _OPTIONAL_KEYS if name in values}
+                yield self._change(state, record.time, values.get("message", ""), **optional)
 
     def end(self, record: Record | None) -> Iterator[dict[str, Any]]:
         """The last one, now that the supervisor is gone, by the exit record; none where it told before."""
@@ -105,9 +105,9 @@ class Hooks:
 
     def __init__(self, run: RunDir, about: Mapping[str, Any], orders: Mapping[str, Any]) -> None:
         self._run, self._about = run, about
-        told = load_sidecar_state(run, HOOKS_STATE)
-        self._changes = _parse_state_changes(told.get("changes"))
-        offset = told.get("events")
+        saved = load_sidecar_state(run, HOOKS_STATE)
+        self._changes = _parse_state_changes(saved.get("changes"))
+        offset = saved.get("events")
         self._reader = open_events(run.events, offset if is_valid_count(offset) else 0)
         folder = Path(orders["directory"])
         self._hooks = [_HookProgram(one, folder if folder.is_dir() else run.path) for one in orders["hooks"]]
@@ -194,8 +194,8 @@ class _HookProgram:
             self._failed(document, str(error))
             return
         if done.exit_code:
-            said = done.stdout.strip().splitlines()
-            last = f": {said[-1][:300]}" if said else ""
+            output = done.stdout.strip().splitlines()
+            last = f": {output[-1][:300]}" if output else ""
             self._failed(document, f"`{self._command[0]}` ended with exit code {done.exit_code}{last}")
         else:
             self._has_failed = False
@@ -221,10 +221,10 @@ class _HookProgram:
 
 def _hook_environment(document: Mapping[str, Any]) -> dict[str, str]:
     """For those that read no JSON."""
-    told = {"STATE": document["state"], "RUN": document["run"], "RUN_DIR": document["path"]}
-    told |= {"ATTEMPT": document["attempt"], "SLURM_JOB": document["slurm_job"]}
-    told |= {"MESSAGE": str(document["message"]).replace("\0", "")}
-    return {f"HPCRUN_HOOK_{name}": str("" if value is None else value) for name, value in told.items()}
+    variables = {"STATE": document["state"], "RUN": document["run"], "RUN_DIR": document["path"]}
+    variables |= {"ATTEMPT": document["attempt"], "SLURM_JOB": document["slurm_job"]}
+    variables |= {"MESSAGE": str(document["message"]).replace("\0", "")}
+    return {f"HPCRUN_HOOK_{name}": str("" if value is None else value) for name, value in variables.items()}
 
 
 def _parse_state_changes(values: Any) -> StateChanges:

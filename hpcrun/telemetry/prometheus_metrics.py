@@ -89,12 +89,12 @@ def _info_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
         "hpcrun_attempt_info", text, labels=["run", "name", "attempt", "slurm_job", "host"]
     )
     state = GaugeMetricFamily("hpcrun_state", "1 for the state that the run is in", labels=["run", "state"])
-    for one in runs:
-        built.add_metric([one.run, __version__], 1)
-        if one.tally.attempt:
-            attempt.add_metric([one.run, one.name, str(one.tally.attempt), one.slurm_job, one.host], 1)
+    for run in runs:
+        built.add_metric([run.run, __version__], 1)
+        if run.tally.attempt:
+            attempt.add_metric([run.run, run.name, str(run.tally.attempt), run.slurm_job, run.host], 1)
         for name in TELEMETRY_STATES:
-            state.add_metric([one.run, name], name == one.tally.state)
+            state.add_metric([run.run, name], name == run.tally.state)
     yield from (built, attempt, state)
 
 
@@ -111,8 +111,8 @@ def _progress_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     )
     text = "When the newest durable save was complete (seconds since 1970)"
     saved_at = GaugeMetricFamily("hpcrun_checkpoint_timestamp_seconds", text, labels=["run"])
-    for one in runs:
-        tally, label = one.tally, [one.run]
+    for run in runs:
+        tally, label = run.tally, [run.run]
         if tally.step is not None:
             step.add_metric(label, tally.step)
         below, buckets = 0, []
@@ -130,7 +130,7 @@ def _progress_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
 def _save_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    told = {
+    descriptions = {
         "saves": "Saves that a tier has got",
         "failures": "Saves that a tier has not got",
         "stall_s": "Time that training has waited for saves of a tier",
@@ -141,7 +141,7 @@ def _save_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     labels = ["run", "tier"]
     counters = {
         name: CounterMetricFamily(f"hpcrun_checkpoint_{names.get(name, name)}", text, labels=labels)
-        for name, text in told.items()
+        for name, text in descriptions.items()
     }
     text = "From the newest save until a tier had it"
     lag = GaugeMetricFamily("hpcrun_checkpoint_lag_seconds", text, labels=labels)
@@ -149,17 +149,17 @@ def _save_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     ratio = GaugeMetricFamily("hpcrun_checkpoint_bytes_ratio", text, labels=labels)
     text = "For how long nothing new has become durable, while the run goes on"
     undurable = GaugeMetricFamily("hpcrun_checkpoint_durable_age_seconds", text, labels=["run"])
-    for one in runs:
-        for tier, sums in one.tally.saves.tiers.items():
+    for run in runs:
+        for tier, sums in run.tally.saves.tiers.items():
             for name, counter in counters.items():
-                counter.add_metric([one.run, tier], getattr(sums, name))
+                counter.add_metric([run.run, tier], getattr(sums, name))
             if sums.lag_s is not None:
-                lag.add_metric([one.run, tier], sums.lag_s)
+                lag.add_metric([run.run, tier], sums.lag_s)
             if sums.ratio is not None:
-                ratio.add_metric([one.run, tier], sums.ratio)
-        since = one.tally.saves.durable_since
-        if one.now is not None and since is not None:
-            undurable.add_metric([one.run], max(0.0, one.now - since))
+                ratio.add_metric([run.run, tier], sums.ratio)
+        since = run.tally.saves.durable_since
+        if run.now is not None and since is not None:
+            undurable.add_metric([run.run], max(0.0, run.now - since))
     yield from (*counters.values(), lag, ratio, undurable)
 
 
@@ -170,10 +170,10 @@ def _time_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     productive = CounterMetricFamily("hpcrun_productive_seconds", text, labels=["run"])
     text = "All other time since the first launch; recompute: steps that a fault made be done again"
     badput = CounterMetricFamily("hpcrun_badput_seconds", text, labels=["run", "bucket"])
-    for one in runs:
-        productive.add_metric([one.run], one.tally.productive_s)
-        for bucket, seconds in one.tally.badput_s.items():
-            badput.add_metric([one.run, bucket], seconds)
+    for run in runs:
+        productive.add_metric([run.run], run.tally.productive_s)
+        for bucket, seconds in run.tally.badput_s.items():
+            badput.add_metric([run.run, bucket], seconds)
     yield from (productive, badput)
 
 
@@ -187,16 +187,16 @@ def _fault_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     detection = SummaryMetricFamily("hpcrun_detection_seconds", text, labels=["run"])
     text = "From a fault that was seen to the first step beyond the old ones"
     recovery = SummaryMetricFamily("hpcrun_recovery_seconds", text, labels=["run"])
-    for one in runs:
-        tally = one.tally
+    for run in runs:
+        tally = run.tally
         none = {f"{cause}/{level}": 0 for cause in _KNOWN_CAUSES for level in ("allocation", "requeue")}
         for key, count in (none | tally.restarts).items():
             cause, _, level = key.rpartition("/")
-            restarts.add_metric([one.run, cause, level], count)
+            restarts.add_metric([run.run, cause, level], count)
         for cause, count in (dict.fromkeys(_KNOWN_CAUSES, 0) | tally.fault_counts).items():
-            faults.add_metric([one.run, cause], count)
-        detection.add_metric([one.run], len(tally.faults), tally.detection_s)
-        recovery.add_metric([one.run], len(tally.recoveries_s), sum(tally.recoveries_s))
+            faults.add_metric([run.run, cause], count)
+        detection.add_metric([run.run], len(tally.faults), tally.detection_s)
+        recovery.add_metric([run.run], len(tally.recoveries_s), sum(tally.recoveries_s))
     yield from (restarts, faults, detection, recovery)
 
 
@@ -205,13 +205,13 @@ def _node_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
 
     nodes = GaugeMetricFamily("hpcrun_nodes", "Nodes of the run by their part in it", labels=["run", "role"])
     text = "For how long the supervisor has heard nothing of the agent of a node"
-    heard = GaugeMetricFamily("hpcrun_heartbeat_age_seconds", text, labels=["run", "node"])
+    heartbeat_age = GaugeMetricFamily("hpcrun_heartbeat_age_seconds", text, labels=["run", "node"])
     text = "Times that the figures of the run could not be read"
     errors = CounterMetricFamily("hpcrun_exporter_scrape_errors", text, labels=["run"])
-    for one in runs:
-        for role, count in one.nodes.items():
-            nodes.add_metric([one.run, role], count)
-        for node, seconds in one.heartbeat_ages_s.items():
-            heard.add_metric([one.run, node], seconds)
-        errors.add_metric([one.run], one.scrape_errors)
-    yield from (nodes, heard, errors)
+    for run in runs:
+        for role, count in run.nodes.items():
+            nodes.add_metric([run.run, role], count)
+        for node, seconds in run.heartbeat_ages_s.items():
+            heartbeat_age.add_metric([run.run, node], seconds)
+        errors.add_metric([run.run], run.scrape_errors)
+    yield from (nodes, heartbeat_age, errors)

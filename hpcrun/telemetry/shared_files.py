@@ -74,13 +74,13 @@ def remove_stale_files(folder: Path, suffix: str, own: RunDir) -> None:
     with contextlib.suppress(OSError), OwnedDirectory.below(folder) as files:
         now = read_filesystem_clock(folder)
         for name in files.names():
-            found = pattern.fullmatch(name)
+            match = pattern.fullmatch(name)
             with contextlib.suppress(OSError):
-                if found is None or not files.is_own_file(name):
+                if match is None or not files.is_own_file(name):
                     continue
                 age = now - files.status_of(name).st_mtime
-                runs = _find_runs_by_file_name(found[1], own)
-                if age > _STALE_S and not any(_may_be_active(run, found[2]) for run in runs):
+                runs = _find_runs_by_file_name(match[1], own)
+                if age > _STALE_S and not any(_may_be_active(run, match[2]) for run in runs):
                     files.unlink(name)
 
 

@@ -154,8 +154,8 @@ class _SidecarManager:
 
 def _last_log_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()[-50:]]
-    said = [line for line in lines if line]
-    return f": {said[-1][:300]}" if said else ""
+    printed = [line for line in lines if line]
+    return f": {printed[-1][:300]}" if printed else ""
 
 
 _console_fd = [2]
@@ -185,7 +185,7 @@ def write_sidecar_log(text: str) -> None:
 def load_sidecar_state(run: RunDir, name: str) -> dict[str, Any]:
     """What a companion has written down to go on from; empty without it, or where it is damaged."""
     try:
-        found = read_json(run.telemetry / f"{name}.json")
+        record = read_json(run.telemetry / f"{name}.json")
     except UsageError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}

@@ -137,9 +137,9 @@ class Wandb:
         with suppress(HpcrunError):
             os.environ.update(read_secrets(orders["secrets"]))
         self._state = run.telemetry / "wandb.json"
-        told = load_sidecar_state(run, "wandb")
-        self._id = str(told.get("id") or os.environ.get("WANDB_RUN_ID") or run.run_id.replace("/", "-"))
-        self._points = ScalarReader(run, about["ranks"], told)
+        saved = load_sidecar_state(run, "wandb")
+        self._id = str(saved.get("id") or os.environ.get("WANDB_RUN_ID") or run.run_id.replace("/", "-"))
+        self._points = ScalarReader(run, about["ranks"], saved)
         mode = orders["mode"] or os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline")
         if mode == "offline" and not orders["mode"]:
             print_to_console(
