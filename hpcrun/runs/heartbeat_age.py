@@ -20,7 +20,7 @@ class HeartbeatAgeFile:
     """A small file that is written over and over, where somebody looks at it."""
 
     def __init__(self, run: RunDir) -> None:
-        self._path = run.telemetry / "heard.json"
+        self._path = run.heartbeat_ages
         self._is_wanted = run.telemetry.is_dir()
         self._shown = 0.0
 
@@ -42,7 +42,7 @@ def read_heartbeat_ages(run: RunDir) -> dict[str, float]:
     """For how long each node has not been heard of; empty where nobody on this host has written it down."""
     record: Any = None
     with contextlib.suppress(UsageError, OSError):
-        record = read_json(run.telemetry / "heard.json")
+        record = read_json(run.heartbeat_ages)
     try:
         now = _monotonic_now()
         # What a supervisor on another host has left says nothing any more, and its clock is another one.

@@ -137,6 +137,24 @@ class RunDir:
         """What those beside the run (metrics, hooks) are told, remember and print; absent without them."""
         return self.path / "telemetry"
 
+    def sidecar_state(self, name: str) -> Path:
+        """What a telemetry process resumes from."""
+        return self.telemetry / f"{name}.json"
+
+    def sidecar_log(self, name: str) -> Path:
+        """The log of a telemetry process."""
+        return self.telemetry / f"{name}.log"
+
+    @property
+    def heartbeat_ages(self) -> Path:
+        """How long ago the supervisor heard from the agent of each node."""
+        return self.telemetry / "heard.json"
+
+    @property
+    def prometheus_targets(self) -> Path:
+        """Where the exporter listens, in the format of Prometheus's file_sd."""
+        return self.telemetry / "targets.json"
+
     @property
     def tensorboard(self) -> Path:
         """Event files for TensorBoard, unless the job names another place for them."""

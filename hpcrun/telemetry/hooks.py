@@ -121,7 +121,7 @@ class Hooks:
             for one in calls:
                 if not one.cancelled():
                     one.result()
-            write_json(self._run.telemetry / f"{HOOKS_STATE}.json", state)
+            write_json(self._run.sidecar_state(HOOKS_STATE), state)
 
     def _call(self, changes: Iterator[dict[str, Any]]) -> None:
         calls, told = [], False

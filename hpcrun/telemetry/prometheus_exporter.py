@@ -90,7 +90,7 @@ class Exporter:
     def _write(self) -> None:
         self._written = time.monotonic()
         try:
-            write_json(self._run.telemetry / f"{EXPORTER_STATE}.json", self._follower.as_json())
+            write_json(self._run.sidecar_state(EXPORTER_STATE), self._follower.as_json())
             if self._textfile is not None:
                 self._textfile.write(self._text)
             if self._targets is not None and self._targets_text:
@@ -120,7 +120,7 @@ class Exporter:
         self._targets_text = ""
         if self._targets is not None:
             self._targets.remove()
-        (self._run.telemetry / "targets.json").unlink(missing_ok=True)
+        self._run.prometheus_targets.unlink(missing_ok=True)
 
     def _serve(self, address: str, port: int, suffix: str) -> None:
         """Answer, and say where in the form that Prometheus's file_sd reads."""
@@ -143,7 +143,7 @@ class Exporter:
         labels = {"run_name": str(self._about["name"]), "job_id": str(self._about["slurm_job"])}
         targets = json.dumps([{"targets": [f"{host}:{bound}"], "labels": labels}], indent=2) + "\n"
         write_sidecar_log(f"http://{host}:{bound}/metrics")
-        write_atomically(self._run.telemetry / "targets.json", targets, 0o644)
+        write_atomically(self._run.prometheus_targets, targets, 0o644)
         if self._targets is not None:
             self._targets_text = targets
             self._write()

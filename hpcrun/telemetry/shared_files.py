@@ -98,7 +98,7 @@ def _may_be_active(run: RunDir, identity: str) -> bool:
     try:
         if not run.path.is_dir() or run.exit.exists() or not run.run_id.startswith(identity):
             return False
-        signs = (run.lease, run.events, run.metrics, run.telemetry / "exporter.json")
+        signs = (run.lease, run.events, run.metrics, run.sidecar_state("exporter"))
         moments = [path.stat().st_mtime for path in signs if path.exists()]
         return read_filesystem_clock(run.path) - max(
             moments, default=0.0

@@ -104,7 +104,7 @@ class _SidecarManager:
             return subprocess.Popen([sys.executable, *words], stdin=subprocess.PIPE, stdout=log)
 
     def _log(self, name: str) -> Path:
-        return self._run.telemetry / f"{name}.log"
+        return self._run.sidecar_log(name)
 
     def keep(self) -> None:
         """Until the supervisor is gone, and all has been told."""
@@ -185,7 +185,7 @@ def write_sidecar_log(text: str) -> None:
 def load_sidecar_state(run: RunDir, name: str) -> dict[str, Any]:
     """What a companion has written down to go on from; empty without it, or where it is damaged."""
     try:
-        record = read_json(run.telemetry / f"{name}.json")
+        record = read_json(run.sidecar_state(name))
     except UsageError:
         return {}
     return record if isinstance(record, dict) else {}

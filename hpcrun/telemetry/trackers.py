@@ -105,7 +105,7 @@ class TensorBoard:
             orders["directory"],
             filename_suffix=f".{secrets.token_hex(8)}",  # nobody can have planted it
         )
-        self._state = run.telemetry / "tensorboard.json"
+        self._state = run.sidecar_state("tensorboard")
         self._points = ScalarReader(run, about["ranks"], load_sidecar_state(run, "tensorboard"))
 
     def turn(self) -> None:
@@ -136,7 +136,7 @@ class Wandb:
         # A file that is gone by now is no reason to write nothing at all.
         with suppress(HpcrunError):
             os.environ.update(read_secrets(orders["secrets"]))
-        self._state = run.telemetry / "wandb.json"
+        self._state = run.sidecar_state("wandb")
         saved = load_sidecar_state(run, "wandb")
         self._id = str(saved.get("id") or os.environ.get("WANDB_RUN_ID") or run.run_id.replace("/", "-"))
         self._points = ScalarReader(run, about["ranks"], saved)
