@@ -201,7 +201,7 @@ def _go_on_mixed(
     checkpoints, living = older.path.parent, [node for node in nodes.every if node != lost]
     held = [one for one in _held(living, load) if one.parity is None]
     search = partial(find_intact_parts, checkpoints, prove=prove)
-    plan = decide_restore(held, [older], [], [], {}, [node.name for node in living], scraps=search)
+    plan = decide_restore(held, [older], [], [], {}, [node.name for node in living], find_intact_parts=search)
     if plan.save is not None:
         restore(checkpoints, told)
     else:

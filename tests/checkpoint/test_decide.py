@@ -210,28 +210,29 @@ def test_a_node_that_does_not_answer_has_nothing() -> None:
 def test_parts_of_a_damaged_save_make_up_for_a_lost_node() -> None:
     asked: list[tuple[int, list[int]]] = []
 
-    def scraps(owner: CheckpointId, missing: Collection[int]) -> InventoryEntry:
+    def search(owner: CheckpointId, missing: Collection[int]) -> InventoryEntry:
         asked.append((owner.step, sorted(missing)))
         return holding(owner, SHARED_NODE, [0], "durable")
 
     near = one_each(stamp(20))
     broken = UnreadableCheckpoint(RUN / "step-00000020", "its record is torn")
-    plan = decide_restore(near[1:], [saved(10)], [broken], [], {}, NODES, scraps=scraps)
+    plan = decide_restore(near[1:], [saved(10)], [broken], [], {}, NODES, find_intact_parts=search)
     assert (plan.stamp, plan.tiers, plan.lost_steps) == (stamp(20), ("memory", "durable"), 0)
     assert [one.node for one in plan.sources] == [SHARED_NODE, "b", "c", "d"]
     assert asked == [(20, [0])]
     # Nobody is asked where all is there, where the save seems whole, or where that is not what is wrong.
-    assert decide_restore(near, [saved(20)], [], [], {}, NODES, scraps=scraps).tiers == ("memory",)
-    plan = decide_restore(near[1:], [saved(20)], [], [], {}, NODES, scraps=scraps)
+    assert decide_restore(near, [saved(20)], [], [], {}, NODES, find_intact_parts=search).tiers == ("memory",)
+    plan = decide_restore(near[1:], [saved(20)], [], [], {}, NODES, find_intact_parts=search)
     assert (plan.save, plan.is_mendable) == (str(saved(20).path), True)
-    assert not decide_restore([], [saved(20)], [], [], {}, NODES, scraps=scraps).is_mendable
+    assert not decide_restore([], [saved(20)], [], [], {}, NODES, find_intact_parts=search).is_mendable
     other = replace(holding(stamp(20), "b", [3]).parts[0], part=part_of(stamp(20), 3, "x"))
     torn = [*near[1:], InventoryEntry(stamp(20), "memory", "b", (other,))]
-    assert decide_restore(torn, [saved(10)], [], [], {}, NODES, scraps=scraps).save == str(saved(10).path)
+    plan = decide_restore(torn, [saved(10)], [], [], {}, NODES, find_intact_parts=search)
+    assert plan.save == str(saved(10).path)
     assert len(asked) == 1
     # With parity a part of two that are missing is enough.
     kept = [one for one in with_parity(stamp(20)) if one.node != "b" and (one.node != "a" or one.parity)]
-    plan = decide_restore(kept, [saved(10)], [], [], {}, NODES, scraps=scraps)
+    plan = decide_restore(kept, [saved(10)], [], [], {}, NODES, find_intact_parts=search)
     assert (plan.stamp, plan.tiers) == (stamp(20), ("memory", "parity", "durable"))
     # What it offers is held to the same rules.
     odd = HeldPart(0, "data-00000.bin", 0, part_of(stamp(20), 0, "x"))
@@ -239,7 +240,9 @@ def test_parts_of_a_damaged_save_make_up_for_a_lost_node() -> None:
     def other_bytes(owner: CheckpointId, missing: Collection[int]) -> InventoryEntry:
         return InventoryEntry(owner, "durable", SHARED_NODE, (odd,))
 
-    plan = decide_restore(with_parity(stamp(20))[2:], [saved(10)], [], [], {}, NODES, scraps=other_bytes)
+    plan = decide_restore(
+        with_parity(stamp(20))[2:], [saved(10)], [], [], {}, NODES, find_intact_parts=other_bytes
+    )
     assert plan.stamp == stamp(10)
     assert "part 0 on data-00000.bin is not the one that parity was made of" in plan.passed_over[0]
 
@@ -373,11 +376,11 @@ def test_the_newest_whole_one_is_found_as_brute_force_finds_it(seed: int) -> Non
         for owner in dict.fromkeys(one.stamp for one in holdings)
     }
 
-    def scraps(owner: CheckpointId, missing: Collection[int]) -> InventoryEntry | None:
+    def search(owner: CheckpointId, missing: Collection[int]) -> InventoryEntry | None:
         parts = tuple(one for one in shared[owner].parts if one.number in missing)
         return replace(shared[owner], tier="durable", parts=parts) if parts else None
 
-    plan = decide_restore(told, saves, [], [], poison, living, scraps=scraps)
+    plan = decide_restore(told, saves, [], [], poison, living, find_intact_parts=search)
     bad = {generation for generation, count in poison.items() if count >= 2}
     live = [one for one in holdings if one.node in living]
     there = [*holdings, *(shared[one.stamp] for one in live)]

@@ -104,11 +104,11 @@ def test_parts_of_a_node_and_of_half_a_save_make_up_a_whole_state(tmp_path: Path
     assert held is not None
     near = replace(held, node="b", tier="memory")
 
-    def scraps(stamp: CheckpointId, missing: object) -> InventoryEntry | None:
+    def intact_parts(stamp: CheckpointId, missing: object) -> InventoryEntry | None:
         assert set(missing) == {0, 1}  # type: ignore[call-overload]
         return find_intact_parts(tmp_path / "run", stamp, ALL, prove=False)
 
-    plan = decide_restore([near], [], [], [], {}, ["b"], scraps=scraps)
+    plan = decide_restore([near], [], [], [], {}, ["b"], find_intact_parts=intact_parts)
     assert (plan.stamp, plan.tiers) == (lost.stamp, ("memory", "durable"))
     assert [one.node for one in plan.sources] == [SHARED_NODE, SHARED_NODE, "b", "b"]
     with DistributedReader(plan, "b", None) as source:

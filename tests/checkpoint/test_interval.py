@@ -104,11 +104,11 @@ def test_every_advice_keeps_what_it_promises() -> None:
     draw = random.Random(7)
     for _ in range(300):
         stalls = [draw.choice([0.0, draw.uniform(0.01, 60)]) for _ in range(3)]
-        drains = [draw.choice([0.0, draw.uniform(0.1, 900)]) for _ in range(3)]
+        flushes = [draw.choice([0.0, draw.uniform(0.1, 900)]) for _ in range(3)]
         tiers: tuple[TierName, ...] = ("memory", "durable", "object")
         groups = [
-            SaveGroup((TierSaveCost(tier, stall, drain),))
-            for tier, stall, drain in zip(tiers, stalls, drains, strict=True)
+            SaveGroup((TierSaveCost(tier, stall, flush),))
+            for tier, stall, flush in zip(tiers, stalls, flushes, strict=True)
         ][: draw.randint(1, 3)]
         known = draw.sample(["process", "node", "site", "storage"], draw.randint(0, 4))
         rates: dict[FailureKind, float] = {kind: 10 ** draw.uniform(-8, -3) for kind in known}  # type: ignore[misc]
@@ -213,7 +213,7 @@ def test_saves_that_come_too_often_make_training_wait_or_are_left_out() -> None:
     wait = simulate_run(slow, [10.0], [], 100_000.0, slots=2, on_backlog="wait")
     skip = simulate_run(slow, [10.0], [], 100_000.0, slots=2, on_backlog="skip")
     assert wait.efficiency == pytest.approx(0.1, abs=0.01), (
-        "ten seconds of training for each hundred of drain"
+        "ten seconds of training for each hundred of flush"
     )
     assert skip.efficiency > 0.98
 

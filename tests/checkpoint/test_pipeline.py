@@ -73,16 +73,16 @@ def keep_in(messages: list[dict[str, Any]]) -> Callable[[Any], None]:
 
 
 class Node:
-    """A worker without its process: two ranks, a desk and a drain."""
+    """A worker without its process: two ranks, a request handler and a pipeline."""
 
     def __init__(self, tmp_path: Path, slots: int = 2) -> None:
         self.tiers: dict[TierName, Slow] = {name: Slow(name) for name in ("local", "parity", "durable")}
         self.host: list[dict[str, Any]] = []
         self.heard: dict[int, list[dict[str, Any]]] = {0: [], 1: []}
         self.sends = {rank: keep_in(messages) for rank, messages in self.heard.items()}
-        self.desk = RankRequestHandler(keep_in(self.host))
+        self.handler = RankRequestHandler(keep_in(self.host))
         arena = Arena(make_arena_folder(tmp_path, tmp_path / "r", "r", "n"))
-        self.pipeline = FlushPipeline(arena, self.desk, lambda: None)
+        self.pipeline = FlushPipeline(arena, self.handler, lambda: None)
         self.checkpoints, self.hurry = tmp_path / "checkpoints", threading.Event()
         self.configure(1)
         self.plans = plans_of((0, 1), 2, 0)
@@ -95,10 +95,10 @@ class Node:
         tiers: dict[TierName, Tier] = dict(self.tiers.items())
         self.hurry = threading.Event() if attempt > 1 else self.hurry
         self.pipeline.configure(tiers, {"object": "no such store"}, self.checkpoints, self.hurry)
-        self.desk.open(self.pipeline, attempt)
+        self.handler.open(self.pipeline, attempt)
 
     def ask(self, rank: int, **message: Any) -> None:
-        self.desk.hear(
+        self.handler.hear(
             RANK_REQUESTS.parse(json.loads(json.dumps({"rank": rank} | message))), self.sends[rank]
         )
 
@@ -251,7 +251,7 @@ def test_a_generation_that_one_rank_has_no_part_of_goes_nowhere(node: Node) -> N
     assert node.claim(0, 2)["kind"] == "slot_claimed"
     assert node.claim(1, 2)["kind"] == "slot_claimed"
     node.fill(0, 2, ["durable"], 0)
-    node.desk.leave(1, node.sends[1])
+    node.handler.leave(1, node.sends[1])
     node.until(lambda: bool(node.tiers["durable"].abandoned))
     assert node.tiers["durable"].abandoned == [(2, [0, 1], "rank 1 is gone")]
     node.until(lambda: not any(slot.in_flight for slot in node.pipeline.arena.every()))

@@ -145,7 +145,7 @@ def test_a_node_that_stores_a_save_is_waited_for_no_longer_than_it_makes_sense(
         if what == "the next attempt begins":
             four.hosts["s"].configure(attempt=2)
         else:
-            assert ranks[0].claim(6)["kind"] == "claimed"
+            assert ranks[0].claim(6)["kind"] == "slot_claimed"
         told = four.hosts["s"].wait("parts_copied")
         assert told["nodes"] == ["b"]
         gone = f"a: has no part of generation {stamp_of(2, 3).generation}"
@@ -176,17 +176,17 @@ def test_a_worker_that_died_finds_its_copies_and_clears_what_it_had_begun(four: 
     before = of_spare(four)
     four.hosts["s"].kill()
     folder = four.hosts["s"].arena
-    (folder / f"guest-{'ab' * 16}-7.bin").write_bytes(b"no record")
-    (folder / f"guest-{'ab' * 16}-8.bin.aside").write_bytes(b"not whole")
+    (folder / f"replica-{'ab' * 16}-7.bin").write_bytes(b"no record")
+    (folder / f"replica-{'ab' * 16}-8.bin.aside").write_bytes(b"not whole")
     four.hosts["s"] = Host(four.root, four.run, "s")
     four.configure()
     assert of_spare(four) == before
-    assert not list(folder.glob(f"guest-{'ab' * 16}*"))
+    assert not list(folder.glob(f"replica-{'ab' * 16}*"))
     four.hosts["s"].say(kind="dismiss_replicas", generation=stamp_of(2, 6).generation, numbers=[3])
     assert [one.number for holding in of_spare(four) for one in holding.parts] == [3]
     four.hosts["s"].say(kind="release_generations", keep=[])
     assert of_spare(four) == []
-    assert not list(folder.glob("guest-*"))
+    assert not list(folder.glob("replica-*"))
 
 
 def test_an_order_that_makes_no_sense_is_told_to_the_host(four: Neighbours) -> None:
@@ -239,19 +239,19 @@ class Spare:
         self.said = SimpleQueue[PartsCopied]()
         self.others = Others()
         self.arena = Arena(self.folder, self.room)
-        self.guests = SpareReplicaStore(self.arena, self.said.put)
+        self.replicas = SpareReplicaStore(self.arena, self.said.put)
 
     def room(self, folder: Path) -> ShmCapacity:
         used = sum(align_size(path.stat().st_size, PART_ALIGN) for path in folder.glob("*.bin*"))
         return ShmCapacity(self.size_bytes - used, "so much there is")
 
     def copy(self, stamp: CheckpointId, nodes: str) -> dict[str, Any]:
-        self.guests.obey(CopyParts(stamp.step, stamp, tuple(nodes)), self.others, 0.0)
+        self.replicas.obey(CopyParts(stamp.step, stamp, tuple(nodes)), self.others, 0.0)
         told: dict[str, Any] = json.loads(render_typed(self.said.get(timeout=20)))
         return told
 
     def held(self) -> list[tuple[int, list[int]]]:
-        found = self.guests.holdings("s")
+        found = self.replicas.holdings("s")
         assert found == list_spare_replicas(self.arena.files, "s")
         assert all(is_spare_replica(part.path) for one in found for part in one.parts)
         return [(one.stamp.step, [part.number for part in one.parts]) for one in found]
@@ -267,7 +267,7 @@ def size_of(stamp: CheckpointId, others: Others, nodes: str) -> int:
 def spare(tmp_path: Path) -> Iterator[Spare]:
     made = Spare(tmp_path)
     yield made
-    made.guests.close()
+    made.replicas.close()
 
 
 def test_newer_copies_take_the_place_of_older_ones(spare: Spare) -> None:
@@ -324,8 +324,8 @@ def test_a_node_that_is_lost_half_way_leaves_nothing_behind(spare: Spare, monkey
     told = spare.copy(stamp, "ab")
     assert (told["nodes"], told["problems"]) == (["b"], {"a": "a (10.0.0.1:1): ended the connection"})
     assert sorted(path.name for path in spare.folder.iterdir()) == [
-        f"guest-{stamp.generation}-1.bin",
-        f"guest-{stamp.generation}-1.json",
+        f"replica-{stamp.generation}-1.bin",
+        f"replica-{stamp.generation}-1.json",
     ]
 
 
@@ -372,13 +372,13 @@ def test_a_copying_that_nobody_needs_any_more_ends_at_once(spare: Spare, how: st
         spare.others.before_read = lambda node, at: None
         match how:
             case "end":
-                spare.guests.end()
+                spare.replicas.end()
             case "retain":
-                spare.guests.retain({newer.generation})
+                spare.replicas.retain({newer.generation})
             case "dismiss":
-                spare.guests.dismiss(newer.generation, [])
+                spare.replicas.dismiss(newer.generation, [])
             case "newer":
-                spare.guests.obey(CopyParts(9, newer, ("b",)), spare.others, 0.0)
+                spare.replicas.obey(CopyParts(9, newer, ("b",)), spare.others, 0.0)
 
     spare.others.before_read = meanwhile
     told = spare.copy(stamp, "ab")

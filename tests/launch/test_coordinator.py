@@ -69,7 +69,7 @@ def parity(step: int, number: int) -> InventoryEntry:
 
 
 class Site:
-    """A run on three nodes and a spare, and its keeper."""
+    """A run on three nodes and a spare, and its coordinator."""
 
     def __init__(self, path: Path, **section: Any) -> None:
         self.path = path
@@ -81,7 +81,7 @@ class Site:
         self.events: list[EventRecord] = []
         checkpoint = CheckpointSpec.model_validate({"memory": 2, **section})
         spec = JobSpec.model_construct(checkpoint=checkpoint)
-        self.keeper = CheckpointCoordinator(self.run, spec, self.nodes, self.tell, self.notes.append)
+        self.coordinator = CheckpointCoordinator(self.run, spec, self.nodes, self.tell, self.notes.append)
 
     def tell(self, attempt: Attempt, event: Event) -> None:
         self.events.append(EventRecord(EventStamp.now(attempt.number), event))
@@ -94,20 +94,20 @@ class Site:
 
     def prepare(self, number: int = 1, nodes: tuple[str, ...] = NODES) -> RestorePlan | None:
         attempt = self.run.attempt(number).create()
-        self.environ = self.keeper.prepare(attempt, Placement(nodes), {})
+        self.environ = self.coordinator.prepare(attempt, Placement(nodes), {})
         told = json.loads(attempt.restore.read_text()) if attempt.restore.exists() else None
         return None if told is None else parse_restore_plan(told)
 
     def orders(self, node: str, verb: str) -> list[dict[str, Any]]:
-        self.keeper._workers.inventory([node])  # the answer comes after all that was ordered before
+        self.coordinator._workers.inventory([node])  # the answer comes after all that was ordered before
         lines = (self.path / f"{node}.log").read_text().splitlines()
         return [one for line in lines if (one := json.loads(line))["kind"] == verb]
 
     def say(self, node: str, **message: Any) -> None:
-        """Have a node's worker say something, and the keeper hear it."""
+        """Have a node's worker say something, and the coordinator hear it."""
         self.command(node, kind="say", message=message)
-        self.keeper._workers.inventory([node])
-        self.keeper.look()
+        self.coordinator._workers.inventory([node])
+        self.coordinator.look()
 
     def command(self, node: str, **order: Any) -> None:
         """Have the program that stands for a node's worker do what no real one is ordered."""
@@ -149,7 +149,7 @@ def test_memory_is_gone_on_from_and_all_else_is_let_go(site: Site) -> None:
     (event,) = site.named("restore")
     assert (event["step"], event["tiers"], event["lost_steps"], event["rebuilt"]) == (20, ["memory"], 5, 0)
     assert site.orders("a", "release_generations")[-1]["keep"] == [stamp(20).generation]
-    assert site.keeper.step() == 20
+    assert site.coordinator.step() == 20
 
 
 def test_a_lost_node_is_rebuilt_on_the_spare(site: Site) -> None:
@@ -195,7 +195,7 @@ def test_a_node_whose_worker_refuses_is_not_waited_for_and_says_why(
     monkeypatch.setattr(worker_client.WorkerClient.open, "__defaults__", (600.0,))
     (site.path / "c.refuses").touch()
     site.prepare()
-    site.keeper.look()
+    site.coordinator.look()
     assert site.notes.count("c: its checkpoint worker: no room for it") == 1
     assert any("no checkpoint worker has come up on c" in note for note in site.notes)
 
@@ -210,8 +210,8 @@ def test_where_every_save_is_damaged_nothing_starts(site: Site) -> None:
 def test_a_loss_that_must_be_survived_is_refused_at_first_and_made_do_without_later(tmp_path: Path) -> None:
     site = Site(tmp_path, parity={"survive": "leaf"})
     with pytest.raises(UsageError, match="survive"):
-        site.keeper._sets(site.run.attempt(1), Placement(NODES), {})
-    assert site.keeper._sets(site.run.attempt(2), Placement(NODES), {}).sets == (NODES,)
+        site.coordinator._sets(site.run.attempt(1), Placement(NODES), {})
+    assert site.coordinator._sets(site.run.attempt(2), Placement(NODES), {}).sets == (NODES,)
     assert site.notes[0].endswith("this attempt goes on without that")
 
 
@@ -219,10 +219,10 @@ def test_a_tier_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> No
     site.prepare()
     told = asdict(stamp(5))
     for node in NODES:
-        assert site.keeper.step() == 0
+        assert site.coordinator.step() == 0
         site.say(node, kind="generation_sealed", stamp=told)
-    assert site.keeper.step() == 5
-    assert site.keeper.step(is_node_lost=True) == 0
+    assert site.coordinator.step() == 5
+    assert site.coordinator.step(is_node_lost=True) == 0
     for node, seconds in zip(NODES, (1.0, 3.0, 2.0), strict=True):
         site.say(
             node,
@@ -233,7 +233,7 @@ def test_a_tier_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> No
             size_bytes=10,
             problem=None,
         )
-    assert site.keeper.step(is_node_lost=True) == 5
+    assert site.coordinator.step(is_node_lost=True) == 5
     found = [
         (one["tier"], one["step"], one["seconds"], one["size_bytes"])
         for one in site.named("checkpoint_stored")
@@ -250,7 +250,7 @@ def test_a_worker_that_dies_takes_down_what_it_had_not_stored(site: Site) -> Non
     deadline = time.monotonic() + 20
     while len(site.orders("c", "configure_worker")) == configured and time.monotonic() < deadline:
         site.nodes.rest(0.05)
-        site.keeper.look()
+        site.coordinator.look()
     (died,) = site.named("checkpoint_worker_died")
     assert (died["node"], died["wait_status"]) == ("b", 3)
     (failed,) = site.named("checkpoint_failed")
@@ -267,13 +267,13 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     def ended(number: int, step: int | None, **more: Any) -> AttemptOutcome:
         return AttemptOutcome(site.run, number, "failed", 5, "it fell", step, **more)
 
-    site.keeper.after(ended(2, 21))
+    site.coordinator.after(ended(2, 21))
     assert read_suspect_saves(site.run) == {stamp(20).generation: 1}
     site.prepare(3)
-    site.keeper.after(ended(3, 20, lost=("a",)))
-    site.keeper.after(ended(3, 24))
+    site.coordinator.after(ended(3, 20, lost=("a",)))
+    site.coordinator.after(ended(3, 24))
     assert read_suspect_saves(site.run) == {stamp(20).generation: 1}
-    site.keeper.after(ended(3, None))
+    site.coordinator.after(ended(3, None))
     assert [one["count"] for one in site.named("suspect_save")] == [1, 2]
     site.holds(*(held(20, n) for n in range(3)), *(held(15, n) for n in range(3)))
     plan = site.prepare(4)
@@ -281,13 +281,13 @@ def test_what_failed_is_counted_and_what_proved_damaged_is_done_with(site: Site)
     assert plan.stamp == stamp(15)
     unrestored = site.run.attempt(4).restore_failure
     unrestored.write_text(json.dumps({"generation": stamp(15).generation, "why": "a byte"}))
-    site.keeper.after(ended(4, None))
+    site.coordinator.after(ended(4, None))
     # It is given up when it fails again although nodes have read what they hold of it.
     assert read_suspect_saves(site.run)[f"near:{stamp(15).generation}"] == 1
     site.prepare(5)
     assert site.orders("b", "take_inventory")[-2]["prove"] == [stamp(15).generation]
     site.run.attempt(5).restore_failure.write_text(unrestored.read_text())
-    site.keeper.after(ended(5, None))
+    site.coordinator.after(ended(5, None))
     assert read_suspect_saves(site.run)[f"near:{stamp(15).generation}"] == 2
 
 
@@ -301,7 +301,7 @@ def test_a_damaged_part_costs_no_generation_that_parity_or_another_tier_has(site
     site.run.attempt(2).restore_failure.write_text(
         json.dumps({"generation": stamp(20).generation, "why": "a byte"})
     )
-    site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
+    site.coordinator.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
     plan = site.prepare(3)
     assert plan is not None
     assert (plan.stamp, plan.tiers, plan.poisoned) == (stamp(20), ("memory", "parity"), ())
@@ -338,7 +338,7 @@ def test_what_a_node_holds_and_parts_of_a_damaged_save_are_gone_on_from_together
     assert plan.stamp == owner
     unrestored = {"generation": saved.generation, "why": "a byte"}
     site.run.attempt(4).restore_failure.write_text(json.dumps(unrestored))
-    site.keeper.after(AttemptOutcome(site.run, 4, "failed", 5, "it fell", None))
+    site.coordinator.after(AttemptOutcome(site.run, 4, "failed", 5, "it fell", None))
     with pytest.raises(SiteError, match="part 2 of 3 is on no node that answers"):
         site.prepare(5)
 
@@ -356,14 +356,14 @@ def test_a_damaged_save_tells_nothing_against_what_nodes_hold_of_it(site: Site) 
     assert plan.is_mendable
     unrestored = {"generation": saved.generation, "why": "a byte"}
     site.run.attempt(2).restore_failure.write_text(json.dumps(unrestored))
-    site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
+    site.coordinator.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", None))
     quarantine_generation(saved.path)
     plan = site.prepare(3)
     assert plan is not None
     assert (plan.stamp, plan.tiers) == (owner, ("memory", "durable"))
     # What then fails again is given up.
     site.run.attempt(3).restore_failure.write_text(json.dumps(unrestored))
-    site.keeper.after(AttemptOutcome(site.run, 3, "failed", 5, "it fell", None))
+    site.coordinator.after(AttemptOutcome(site.run, 3, "failed", 5, "it fell", None))
     assert read_suspect_saves(site.run)[f"near:{saved.generation}"] == 2
 
 
@@ -419,11 +419,11 @@ def test_a_done_run_leaves_nothing_on_the_nodes_disks_but_what_is_nowhere_else(s
     site.holds(*(held(20, n, "local") for n in range(3)))
     site.prepare(2)
     before = len(site.orders("a", "release_generations"))
-    site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", 40, lost=("b",)))
-    site.keeper.after(AttemptOutcome(site.run, 2, "done", 0, "", 40))
+    site.coordinator.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", 40, lost=("b",)))
+    site.coordinator.after(AttemptOutcome(site.run, 2, "done", 0, "", 40))
     assert len(site.orders("a", "release_generations")) == before
     save(site.run.checkpoints, 40)
-    site.keeper.after(AttemptOutcome(site.run, 2, "done", 0, "", 40))
+    site.coordinator.after(AttemptOutcome(site.run, 2, "done", 0, "", 40))
     assert site.orders("a", "release_generations")[before:] == [{"kind": "release_generations", "keep": []}]
 
 

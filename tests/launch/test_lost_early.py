@@ -22,11 +22,11 @@ def test_nothing_is_started_on_it_and_its_loss_is_the_cause(
     there = pretend("abc")
     usual = CheckpointCoordinator.prepare
 
-    def lose_one(keeper: CheckpointCoordinator, *words: Any) -> dict[str, str]:
+    def lose_one(coordinator: CheckpointCoordinator, *words: Any) -> dict[str, str]:
         if there.pretended.alive == ("a", "b", "c"):
             there.pretended.where = ()  # no rank is there yet
             there.pretended.lose("b")
-        return usual(keeper, *words)
+        return usual(coordinator, *words)
 
     monkeypatch.setattr(CheckpointCoordinator, "prepare", lose_one)
     overrides = ("resources={nodes: 2, spares: 1}", "parallel.dp_shard=2", "retry={node: 1, crash: 0}")

@@ -48,8 +48,8 @@ class Far:
             self.events.append(event)
 
         nodes = LocalNode(self.run)
-        self.keeper = CheckpointCoordinator(self.run, spec, nodes, tell, self.notes.append)
-        self.keeper.prepare(self.run.attempt(number).create(), Placement(nodes.alive), {})
+        self.coordinator = CheckpointCoordinator(self.run, spec, nodes, tell, self.notes.append)
+        self.coordinator.prepare(self.run.attempt(number).create(), Placement(nodes.alive), {})
         nodes.close()
 
     @property
@@ -66,7 +66,7 @@ def test_where_nothing_is_left_the_newest_copy_is_brought_home(far: Far) -> None
     shutil.rmtree(far.run.checkpoints)
     far.prepare(2)
     assert far.steps == [10]
-    assert far.keeper.step() == 10
+    assert far.coordinator.step() == 10
     (event,) = far.events
     assert (event.step, event.tiers) == (10, ("object",))
     assert far.notes[-1] == "going on from step 10, out of the object store"

@@ -21,9 +21,9 @@ from tests.launch.test_coordinator import NODES, PROGRAM, Site, held, parity, pa
 assert site  # the fixture
 
 
-def guest(step: int, number: int, node: str = "spare") -> InventoryEntry:
+def replica(step: int, number: int, node: str = "spare") -> InventoryEntry:
     """A part that a spare has copied."""
-    path = f"/arena/{node}/guest-{stamp(step).generation}-{number}.bin"
+    path = f"/arena/{node}/replica-{stamp(step).generation}-{number}.bin"
     return InventoryEntry(stamp(step), "memory", node, (HeldPart(number, path, 0, part(step, number)),))
 
 
@@ -100,17 +100,17 @@ def test_copies_count_as_progress_where_they_cover_what_was_lost(site: Site) -> 
     seal(site, 5)
     answer(site, "ac")
     seal(site, 10)
-    assert site.keeper.step(is_node_lost=True) == 0, "no node of the attempt is lost"
+    assert site.coordinator.step(is_node_lost=True) == 0, "no node of the attempt is lost"
     site.nodes._gone.add("b")
-    assert (site.keeper.step(), site.keeper.step(is_node_lost=True)) == (10, 0)
+    assert (site.coordinator.step(), site.coordinator.step(is_node_lost=True)) == (10, 0)
     site.nodes._gone = {"c"}
-    assert site.keeper.step(is_node_lost=True) == 5
+    assert site.coordinator.step(is_node_lost=True) == 5
     site.nodes._gone = {"c", "spare"}
-    assert site.keeper.step(is_node_lost=True) == 0, "the copies are gone too"
+    assert site.coordinator.step(is_node_lost=True) == 0, "the copies are gone too"
 
 
 def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -> None:
-    site.holds(*(held(20, n) for n in (0, 2)), *(guest(20, n) for n in (1, 2)), held(15, 0))
+    site.holds(*(held(20, n) for n in (0, 2)), *(replica(20, n) for n in (1, 2)), held(15, 0))
     site.nodes._gone.add("b")
     plan = site.prepare(2, ("a", "spare", "c"))
     assert plan is not None
@@ -119,7 +119,7 @@ def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -
     (event,) = site.named("restore")
     assert (event["tiers"], event["rebuilt"], event["from_spares"]) == (["memory"], 0, 1)
     assert str(parse_event(event)) == ("resumes from step 20 (memory); 1 part from spares' memory")
-    # Of its guests the spare keeps what there is nowhere else, until that is of no use any more.
+    # Of its replicas the spare keeps what there is nowhere else, until that is of no use any more.
     (kept,) = site.orders("spare", "dismiss_replicas")
     assert (kept["generation"], kept["numbers"]) == (stamp(20).generation, [1])
     assert site.orders("a", "dismiss_replicas")[-1]["numbers"] == []
@@ -133,7 +133,7 @@ def test_without_parity_a_lost_node_costs_nothing_that_a_spare_has(site: Site) -
     seal_again(30)
     assert site.orders("spare", "dismiss_replicas")[-1]["numbers"] == []
     assert site.orders("spare", "copy_parts") == [], "it is no spare any more"
-    site.keeper.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", 31))
+    site.coordinator.after(AttemptOutcome(site.run, 2, "failed", 5, "it fell", 31))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_job_that_wants_none_has_none(
     site = Site(tmp_path, **section)
     try:
         site.prepare()
-        if site.keeper.has_tiers:
+        if site.coordinator.has_tiers:
             seal(site, 5)
             assert copies(site) == []
             assert site.named("checkpoint_stored") != []
@@ -160,10 +160,10 @@ def test_a_spare_that_died_is_asked_again_for_the_next_save(site: Site) -> None:
     seal(site, 5)
     site.command("spare", kind="die")
     deadline = time.monotonic() + 20
-    while not site.named("checkpoint_worker_died") or "spare" not in site.keeper._workers.ready:
+    while not site.named("checkpoint_worker_died") or "spare" not in site.coordinator._workers.ready:
         assert time.monotonic() < deadline
         site.nodes.rest(0.05)
-        site.keeper.look()
+        site.coordinator.look()
     seal(site, 10)
     assert [step for step, _ in copies(site)] == [5, 10]
 
@@ -177,11 +177,11 @@ def test_a_spare_that_is_silent_is_told_of_once(site: Site, monkeypatch: pytest.
     noted = [one for one in site.notes if "no news of" in one]
     (text,) = noted
     assert text.startswith("spare: no news of its copies of step 5 for ")
-    assert site.keeper.step() == 15
+    assert site.coordinator.step() == 15
 
 
 def test_with_a_copy_nothing_has_to_be_made_again_by_parity(site: Site) -> None:
-    site.holds(*(one(20, n) for n in (0, 2) for one in (held, parity)), guest(20, 1))
+    site.holds(*(one(20, n) for n in (0, 2) for one in (held, parity)), replica(20, 1))
     site.nodes._gone.add("b")
     plan = site.prepare(2, ("a", "spare", "c"))
     assert plan is not None
@@ -190,7 +190,7 @@ def test_with_a_copy_nothing_has_to_be_made_again_by_parity(site: Site) -> None:
 
 
 def test_a_part_that_its_own_node_has_is_not_taken_from_a_copy(site: Site) -> None:
-    site.holds(held(20, 0), held(20, 1), guest(20, 2, "c"), held(20, 2))
+    site.holds(held(20, 0), held(20, 1), replica(20, 2, "c"), held(20, 2))
     plan = site.prepare(2)
     assert plan is not None
     assert [one.path for one in plan.sources] == ["/arena/a", "/arena/b", "/arena/c"]
@@ -203,7 +203,7 @@ def test_a_lost_spare_holds_up_nobody(site: Site) -> None:
     seal(site, 5)
     seal(site, 10)
     assert copies(site) == []
-    assert site.keeper.step() == 10
+    assert site.coordinator.step() == 10
 
 
 RACKS = {"leaf": {"a": "1", "b": "1", "c": "2", "d": "2", "s": "1", "t": "2", "far": None}}

@@ -100,7 +100,7 @@ def plant_top(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["directory", "closed directory", "deep directory", "link", "pipe", "file"])
 def test_a_taken_name_in_shared_memory_costs_neither_files_nor_the_memory_tier(kind: str) -> None:
     def use() -> None:
-        before = precious("n1/slot-0-0.bin", "n1/slot-0-0.json", "n1/guest-x", "r/n1/file", "run.json")
+        before = precious("n1/slot-0-0.bin", "n1/slot-0-0.json", "n1/replica-x", "r/n1/file", "run.json")
         said: list[str] = []
         assert find_arena(SHM, "r", "n1") is None
         remove_arena_folder(locate_arena(SHM, "r", "n1"))

@@ -4,7 +4,7 @@
         slot-RANK-K.bin                 the image of one rank's part; made once, with all its pages
         slot-RANK-K.json                which generation it holds: written when it is sealed, removed before
                                         the slot is used again, so that a slot without it holds nothing
-        guest-GENERATION-NUMBER.*       a copy of another node's part, and its record
+        replica-GENERATION-NUMBER.*     a copy of another node's part, and its record
         worker.sock                      where ranks speak to the checkpoint worker
 
 RUN is the run's id with each / replaced by +. The folder RUN also holds run.json, the run's directory, by

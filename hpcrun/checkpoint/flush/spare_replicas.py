@@ -1,7 +1,7 @@
 """Guests: copies of other nodes' parts in a spare's arena, there before they are needed.
 
-    guest-GENERATION-NUMBER.bin     a part, proved before it has this name
-    guest-GENERATION-NUMBER.json    its record, as beside a slot: written last, and removed first
+    replica-GENERATION-NUMBER.bin   a part, proved before it has this name
+    replica-GENERATION-NUMBER.json  its record, as beside a slot: written last, and removed first
 
 A spare is told whose parts to copy when all nodes have sealed a generation. It asks each of these nodes, and
 reads only while that node stores nothing itself. Copies take half of the room at most, and older ones go when
@@ -31,8 +31,8 @@ from hpcrun.checkpoint.worker_messages import CopyParts, PartsCopied
 from hpcrun.errors import HpcrunError, SiteError
 from hpcrun.files import OwnedDirectory, UntrustedFileError
 
-_PREFIX = "guest-"
-_NAME = re.compile(r"guest-([0-9a-f]{32})-([0-9]+)\.json")
+_PREFIX = "replica-"
+_NAME = re.compile(r"replica-([0-9a-f]{32})-([0-9]+)\.json")
 _GENERATION = re.compile(r"[0-9a-f]{32}")
 _PIECE_BYTES = 8 << 20
 _ROOM_DIVISOR = 2
@@ -84,7 +84,7 @@ class SpareReplicaStore:
         self._files, self._say, self._room = arena.files, say, arena.room
         arena.evict_replicas = self._evict
         self._throttle, self._lock = Throttle(), threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "guests")
+        self._thread = ThreadPoolExecutor(1, "replicas")
         self._order: _CopyOrder | None = None
         self._held = _find_replicas(arena.files)
         for path in map(Path, arena.files.names()):

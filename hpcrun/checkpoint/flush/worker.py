@@ -82,7 +82,7 @@ class CheckpointWorker:
         self._context: TierContext | None = None
         self._pipeline: FlushPipeline | None = None
         self._peer_service: PeerServiceProtocol | None = None
-        self._guests: SpareReplicaStore | None = None
+        self._replica_store: SpareReplicaStore | None = None
         self._locked_arena: OwnedDirectory | None = None
         """The arena, with the lock by which others see that it is served."""
         self._orders = ThreadPoolExecutor(1, "orders")
@@ -215,15 +215,15 @@ class CheckpointWorker:
         os.eventfd_write(self._wake_descriptor, 1)
 
     def _copy(self, order: wire.CopyParts) -> None:
-        guests = self._require_replica_store()
+        replicas = self._require_replica_store()
         if self._peer_service is None or self._context is None:
             raise ValueError("this worker talks to no other nodes")
-        guests.obey(order, self._peer_service, self._context.spec.flush_duty)
+        replicas.obey(order, self._peer_service, self._context.spec.flush_duty)
 
     def _require_replica_store(self) -> SpareReplicaStore:
-        if self._guests is None:
+        if self._replica_store is None:
             raise ValueError("configure comes first")
-        return self._guests
+        return self._replica_store
 
     def _configure(self, order: wire.ConfigureWorker) -> None:
         """For each attempt, and again when the peers are known; the same attempt goes on undisturbed."""
@@ -236,7 +236,7 @@ class CheckpointWorker:
             self._pipeline = FlushPipeline(
                 Arena(folder), self._rank_requests, partial(os.eventfd_write, self._wake_descriptor, 1)
             )
-            self._guests = SpareReplicaStore(self._pipeline.arena, self._answer)
+            self._replica_store = SpareReplicaStore(self._pipeline.arena, self._answer)
             self._listening = listen_unix_socket(self._pipeline.arena.files, SOCKET_NAME)
             self._selector.register(self._listening, selectors.EVENT_READ)
         around = make_tier_context(order, self._pipeline.arena.folder)
@@ -247,8 +247,8 @@ class CheckpointWorker:
             raise ValueError(f"this worker is that of node {before.node} in run {before.run.path}")
         if before is not None and before.attempt == around.attempt:
             around = replace(around, hurry=before.hurry)
-        elif self._guests is not None:
-            self._guests.end()
+        elif self._replica_store is not None:
+            self._replica_store.end()
         if self._open_peer_service is not None:
             if self._peer_service is None:
                 self._peer_service = self._open_peer_service(around, self._holdings)
@@ -328,8 +328,8 @@ class CheckpointWorker:
         pipeline = self._opened()
         node = self._context.node if self._context is not None else ""
         found = pipeline.holdings(node)
-        if self._guests is not None:
-            found += self._guests.holdings(node)
+        if self._replica_store is not None:
+            found += self._replica_store.holdings(node)
         if not any(one.tier == "parity" for one in found):
             # Also a node that is in no set now may keep what others need.
             found += list_parity_entries(pipeline.arena.files)
@@ -384,8 +384,8 @@ class CheckpointWorker:
             self._listening.close()
             if self._locked_arena is not None:
                 self._locked_arena.unlink(SOCKET_NAME)
-        if self._guests is not None:
-            self._guests.close()
+        if self._replica_store is not None:
+            self._replica_store.close()
         if self._pipeline is not None:
             self._pipeline.close()
         if self._peer_service is not None:

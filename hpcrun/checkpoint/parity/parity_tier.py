@@ -224,7 +224,7 @@ class ParityTier:
         together: _TaskGroup,
         keep: Callable[[int, int, memoryview], None],
     ) -> None:
-        """Make all parities of our own stripe: the first is ours, the others are fetched by their keepers."""
+        """Make all parities of our stripe: ours is the first, the nodes that keep the others fetch them."""
 
         def fetch(reads: Sequence[BlockRead]) -> Callable[[], None]:
             return together.begin([partial(self._fetch_block, parity_round, each) for each in reads])

@@ -83,7 +83,7 @@ class PeerServer:
         self._who, self._timeout_s, self._rate_limiter = who, timeout_s, RateLimiter(bytes_per_s)
         self._handlers: dict[str, PeerRequestHandler] = {}
         self._lock = threading.Lock()
-        self._guests: dict[int, FramedConnection] = {}
+        self._connections: dict[int, FramedConnection] = {}
         self._numbers = itertools.count()
         self._closed = threading.Event()
         self._door = AuthenticatingListener(
@@ -109,21 +109,21 @@ class PeerServer:
             if self._closed.is_set():
                 return
             self._closed.set()
-            open_ones = [*self._guests.values()]
+            connections = [*self._connections.values()]
         self._door.wake()
-        for guest in open_ones:
-            guest.close()
+        for connection in connections:
+            connection.close()
         self._thread.join(timeout=HANDSHAKE_S)
 
     def _accept_connections(self) -> None:
         while not self._closed.is_set():
             self._door.await_connection()
-            for guest in self._door.accept_authenticated():
-                serve = threading.Thread(target=self._serve, args=guest, daemon=True)
+            for connection in self._door.accept_authenticated():
+                serve = threading.Thread(target=self._serve, args=connection, daemon=True)
                 try:
                     serve.start()
                 except RuntimeError:  # no more threads: it comes again
-                    shut_down_connection(guest[0])
+                    shut_down_connection(connection[0])
         self._door.close()
 
     def _identify(self, said: dict[str, Any]) -> tuple[str, tuple[str, ...]] | None:
@@ -134,7 +134,7 @@ class PeerServer:
         keys, number = handshake.keys("listening"), next(self._numbers)
         frames = FramedConnection(connection, *keys, self._timeout_s, self._rate_limiter)
         with self._lock:
-            self._guests[number] = frames
+            self._connections[number] = frames
         try:
             connection.settimeout(self._timeout_s)
             connection.sendall(render_json_line({"proof": handshake.proof("listening", {})}))
@@ -145,7 +145,7 @@ class PeerServer:
         finally:
             frames.close()
             with self._lock:
-                self._guests.pop(number, None)
+                self._connections.pop(number, None)
 
     def _answer(self, frames: FramedConnection, request: dict[str, Any]) -> None:
         handler = self._handlers.get(str(request.get("do")))

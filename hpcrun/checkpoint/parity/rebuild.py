@@ -96,7 +96,7 @@ class _BlockRebuilder:
         """What a source's own hash says against it; only parity has one for the whole."""
         if source.parity is None:
             return ""
-        keeper, size, digest = self._survivors[source.member], self._geometry.chunk_bytes, xxh3_64()
+        survivor, size, digest = self._survivors[source.member], self._geometry.chunk_bytes, xxh3_64()
         buffer = memoryview(bytearray(min(WINDOW_BYTES, size)))
         try:
             for at in range(0, size, WINDOW_BYTES):
@@ -104,9 +104,9 @@ class _BlockRebuilder:
                 digest.update(buffer[: size - at])
         except _SourceLostError as gone:
             return str(gone)
-        if digest.hexdigest() == keeper.hashes[source.parity]:
+        if digest.hexdigest() == survivor.hashes[source.parity]:
             return ""
-        return f"{keeper.node}: parity block {source.parity} in {keeper.path} does not match its hash"
+        return f"{survivor.node}: parity block {source.parity} in {survivor.path} does not match its hash"
 
     def make(self, without: frozenset[_BlockSource]) -> tuple[HeldPart, ...]:
         """Make and prove it; sources that turn out to be gone are done without as well."""
@@ -155,10 +155,10 @@ class _BlockRebuilder:
         self._used[source] = None
         try:
             if read.parity is not None:
-                keeper = self._survivors[read.member]
+                survivor = self._survivors[read.member]
                 begin = read.parity * self._geometry.chunk_bytes + read.at
                 request = {"do": "parity", "number": read.parity, "at": read.at}
-                self._read(keeper.node, keeper.path, begin, request, read.into)
+                self._read(survivor.node, survivor.path, begin, request, read.into)
                 return
             read.into[:] = bytes(len(read.into))
             for span in map_block_range(self._order.members[read.member], read.at, len(read.into)):

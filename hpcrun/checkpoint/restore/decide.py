@@ -48,15 +48,15 @@ def decide_restore(
     poison: Mapping[str, int],
     nodes: Sequence[str],
     check: Callable[[SavedCheckpoint], str | None] = lambda _saved: None,
-    scraps: FindIntactParts = lambda _stamp, _missing: None,
+    find_intact_parts: FindIntactParts = lambda _stamp, _missing: None,
 ) -> RestorePlan:
     """The plan for the newest generation that is whole, of the line of starts that the run is on.
 
     Of what is kept of it at several places the nearest by is taken. `saves` are the run's own.
     `nodes`: those that live; what is rebuilt goes to the first of them that has nothing of the generation.
     `check` makes the cheap checks of a save in the run directory: what is wrong with it, or None. It is asked
-    only about saves that nothing newer makes needless. `scraps` likewise: only where nodes hold a part of a
-    generation, and neither they nor the run directory have all of it.
+    only about saves that nothing newer makes needless. `find_intact_parts` likewise: only where
+    nodes hold a part of a generation, and neither they nor the run directory have all of it.
     """
     near = _group_entries(holdings, {*nodes, SHARED_NODE})
     poisoned = {generation for generation, count in poison.items() if count >= SUSPECT_AFTER_FAILURES}
@@ -65,7 +65,7 @@ def decide_restore(
         lineage_order(candidate)
         for candidate in select_lineage(_candidate_id(candidate) for candidate in candidates)
     }
-    usable_candidates = _RestoreCandidates(near, nodes, check, scraps)
+    usable_candidates = _RestoreCandidates(near, nodes, check, find_intact_parts)
     for candidate in candidates:
         usable_candidates.add(
             lineage_order(_candidate_id(candidate)), _suspect_key(candidate, poisoned), candidate
@@ -131,9 +131,9 @@ class _RestoreCandidates:
         near: Mapping[CheckpointId, list[InventoryEntry]],
         nodes: Sequence[str],
         check: Callable[[SavedCheckpoint], str | None],
-        scraps: FindIntactParts,
+        find_intact_parts: FindIntactParts,
     ) -> None:
-        self._near, self._nodes, self._check, self._scraps = near, nodes, check, scraps
+        self._near, self._nodes, self._check, self._find_intact_parts = near, nodes, check, find_intact_parts
         self._of: dict[tuple[int, int], list[tuple[str, _RestoreCandidate]]] = {}
 
     def add(self, place: tuple[int, int], poisoned: str, candidate: _RestoreCandidate) -> None:
@@ -193,10 +193,11 @@ class _RestoreCandidates:
     def _mixed(self, partial: dict[CheckpointId, _MissingParts]) -> RestorePlan | None:
         """From what nodes hold and whole parts of files that are no whole save; it is no longer partial."""
         for stamp in sorted(partial, key=lambda item: -item.attempt):
-            scraps = self._scraps(stamp, partial[stamp].numbers) if partial[stamp].numbers else None
-            if scraps is None:
+            missing = partial[stamp].numbers
+            intact_parts = self._find_intact_parts(stamp, missing) if missing else None
+            if intact_parts is None:
                 continue
-            outcome = _plan_from_nodes(stamp, [*self._near[stamp], scraps], self._nodes)
+            outcome = _plan_from_nodes(stamp, [*self._near[stamp], intact_parts], self._nodes)
             if isinstance(outcome, RestorePlan):
                 del partial[stamp]
                 return outcome

@@ -82,7 +82,7 @@ class CheckpointCoordinator:
         self._run, self._spec, self._nodes = run, spec, nodes
         self._tell, self._note = tell, note
         self._workers = WorkerClient(nodes)
-        self._guests = SpareReplicaScheduler(self._workers, nodes, spec.checkpoint, note)
+        self._replica_scheduler = SpareReplicaScheduler(self._workers, nodes, spec.checkpoint, note)
         self._secret = secrets.token_hex(32)
         self._tier_tracker = TierTracker(())
         self._attempt: Attempt | None = None
@@ -92,7 +92,7 @@ class CheckpointCoordinator:
         self._statement = ""
         self._proved: set[str] = set()
         """Generations of which nodes have told only what had proved itself."""
-        self._scraps: dict[tuple[CheckpointId, frozenset[int]], InventoryEntry | None] = {}
+        self._intact_parts: dict[tuple[CheckpointId, frozenset[int]], InventoryEntry | None] = {}
         """What was found in the run directory, so that it is read once a decision."""
         self._durability_watchdog = DurabilityWatchdog(run, spec.checkpoint)
         object_spec = spec.checkpoint.object
@@ -114,7 +114,7 @@ class CheckpointCoordinator:
         restored = self._restored.step if self._restored else 0
         near = self._tier_tracker.complete.get("parity" if is_node_lost else "memory", 0)
         if is_node_lost:
-            near = max(near, self._guests.covered_step())
+            near = max(near, self._replica_scheduler.covered_step())
         return max(steps[-1].step if steps else 0, restored, near)
 
     def prepare(self, attempt: Attempt, placement: Placement, domains: FailureDomains) -> dict[str, str]:
@@ -144,7 +144,7 @@ class CheckpointCoordinator:
         if self.has_tiers:
             # All else would only stand in the way of new saves.
             self._workers.release([plan.stamp.generation] if plan.stamp else [])
-            self._guests.begin(attempt.number, placement, domains, plan)
+            self._replica_scheduler.begin(attempt.number, placement, domains, plan)
         return {WORKER_SOCKET_VARIABLE: worker_socket_template(self._run)} if self._workers.ready else {}
 
     def _open(self, attempt: Attempt, placement: Placement, domains: FailureDomains) -> list[str]:
@@ -199,7 +199,7 @@ class CheckpointCoordinator:
 
     def _settle(self, placement: Placement) -> RestorePlan:
         """Decide, and have rebuilt what has to be; where that fails, decide again without it."""
-        self._proved, self._scraps = generations_to_verify(self._run), {}
+        self._proved, self._intact_parts = generations_to_verify(self._run), {}
         holdings, mute = self._workers.inventory(self._workers.ready, self._proved)
         if mute:
             self._note(f"{', '.join(mute)} did not say in time what they hold: it is not used")
@@ -231,12 +231,12 @@ class CheckpointCoordinator:
     def _find_intact_parts(self, stamp: CheckpointId, missing: Collection[int]) -> InventoryEntry | None:
         """What the run directory has of what no node has; all of it is read where that is in doubt."""
         key = stamp, frozenset(missing)
-        if key not in self._scraps:
+        if key not in self._intact_parts:
             # Without another attempt there is none to find out what is damaged, either.
             prove = stamp.generation in self._proved or self._spec.retries is None
             search = partial(find_intact_parts, self._run.checkpoints, stamp, key[1], prove=prove)
-            self._scraps[key] = run_while_pumping(self._nodes.rest, search)
-        return self._scraps[key]
+            self._intact_parts[key] = run_while_pumping(self._nodes.rest, search)
+        return self._intact_parts[key]
 
     def _report_restore(
         self, attempt: Attempt, plan: RestorePlan, silent: Sequence[str], seconds: float
@@ -317,7 +317,7 @@ class CheckpointCoordinator:
                 events = self._tier_tracker.handle(node, message)
         for event in events:
             self._tell(attempt, event)
-        for replica in self._guests.handle(node, message, self._tier_tracker.whole):
+        for replica in self._replica_scheduler.handle(node, message, self._tier_tracker.whole):
             self._tell(attempt, replica)
 
     def after(self, outcome: AttemptOutcome) -> None:

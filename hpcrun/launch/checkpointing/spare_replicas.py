@@ -95,7 +95,7 @@ class SpareReplicaScheduler:
         self._noted: set[tuple[str, str]] = set()
 
     def begin(self, attempt: int, placement: Placement, domains: FailureDomains, plan: RestorePlan) -> None:
-        """An attempt begins: of what nodes with ranks have as guests, only what it goes on from is kept."""
+        """An attempt begins: of what nodes with ranks hold as replicas, only what it goes on from is kept."""
         there = self._workers.ready
         nodes = tuple(dict.fromkeys(placement.nodes))
         spares = [node for node in placement.spares or there if node in there and node not in nodes]
