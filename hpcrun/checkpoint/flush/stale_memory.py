@@ -58,7 +58,8 @@ def clean_up_stale_memory(root: Path, is_alive: Callable[[Path], bool]) -> dict[
                 with contextlib.ExitStack() as locks:
                     folder = locks.enter_context(top.folder(name))
                     run = Path(json.loads(folder.read(RUN_RECORD_NAME)))
-                    if is_alive(run) or not _try_lock_run(folder, locks):
+                    # The locks first: a run in use may be on a file system that hangs whoever looks at it.
+                    if _is_in_use(top, name) or is_alive(run) or not _try_lock_run(folder, locks):
                         continue
                     size = folder.size_bytes()
                     # Still locked: whoever comes for it now waits, finds it gone, and makes it anew.
@@ -70,6 +71,12 @@ def clean_up_stale_memory(root: Path, is_alive: Callable[[Path], bool]) -> dict[
         for one in tops:
             base.remove_empty(one)
     return found
+
+
+def _is_in_use(top: OwnedDirectory, name: str) -> bool:
+    """Whether a worker serves, or a script holds, the memory of a run."""
+    with contextlib.ExitStack() as locks:
+        return not _try_lock_run(locks.enter_context(top.folder(name)), locks)
 
 
 def _try_lock_run(run: OwnedDirectory, locks: contextlib.ExitStack) -> bool:
