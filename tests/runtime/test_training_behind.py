@@ -64,7 +64,7 @@ def test_saves_behind_training_change_no_bit_and_are_gone_on_from(tmp_path: Path
     kinds = [(one["kind"], one["step"], one["tier"]) for one in lines if one["kind"] in ("save", "stored")]
     saves = [("save", step, "memory") for step in (2, 4, 6, 8)]
     assert sorted(kinds) == [*saves, ("stored", 4, "durable"), ("stored", 8, "durable")]
-    assert "step 8: saved after" in told
+    assert "step 8: saved in the background after" in told
     last = [resumable_checkpoints(run / "checkpoints")[-1] for run in (direct, behind)]
     assert [saved.step for saved in resumable_checkpoints(behind / "checkpoints")] == [4, 8]
     with GenerationReader(last[0]) as one, GenerationReader(last[1]) as other:

@@ -893,7 +893,7 @@ def test_what_the_file_system_says_of_saves_is_told(
     told = StoragePlan(runs_root, "lustre", None, (), (StorageFinding("unknown", "quota"), finding))
     monkeypatch.setattr(capacity, "plan_save_storage_in_time", lambda *_, **__: told)
     if refused:
-        with pytest.raises(SpecError, match=r"no save can be kept here: quota .* needs 1.0 GiB; make"):
+        with pytest.raises(SpecError, match=r"no save can be kept here: quota .* needs 1 GiB; make"):
             submit_job(ask(), lambda _: None)
         assert runs(runs_root) == []
     else:
