@@ -75,7 +75,7 @@ def _join_checked(hosts: Iterable[str]) -> str:
     names = list(hosts)
     for name in names:
         if not _NAME.fullmatch(name):
-            raise UsageError(f"nodes: {name!r} is no host name")
+            raise UsageError(f"nodes: {name!r} is not a host name")
     return ",".join(names)
 
 
@@ -102,7 +102,7 @@ def _check_term(term: str, where: str, already: int) -> None:
         )
     if not _HOST_TERM.fullmatch(term) or term[0] in "-.":
         raise UsageError(
-            f"{where}: {term!r} is no host list; write names such as n01,n[03-08],rack2-n[01-04]"
+            f"{where}: {term!r} is not a host list; write names such as n01,n[03-08],rack2-n[01-04]"
         )
     count = already + math.prod(_count_hosts(ranges, term, where) for ranges in _BRACKET.findall(term))
     if count > MAX_HOSTS:
@@ -127,4 +127,4 @@ def _nodeset(text: str, where: str) -> Any:
     try:
         return NodeSet(text, resolver=RESOLVER_NOGROUP)
     except NodeSetException as error:
-        raise UsageError(f"{where}: {text!r} is no host list: {error}") from None
+        raise UsageError(f"{where}: {text!r} is not a host list: {error}") from None

@@ -32,7 +32,7 @@ class World:
 
 
 def detect_world(environ: Mapping[str, str], *, stdin_is_tty: bool = False) -> World | None:
-    """The world that this process is a rank of, or None: a shell, also one inside an allocation, is no rank.
+    """The world that this process is a rank of, or None: a shell, even inside an allocation, is not a rank.
 
     A launcher started inside a Slurm step is nearer to us than the step, so its variables are read first.
     """

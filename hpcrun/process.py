@@ -155,7 +155,7 @@ def run_with_input(
     if not ended:
         # Not its arguments: a URL among them may be a secret.
         lines = text.strip().splitlines()
-        words = f"; it said last: {lines[-1][-300:]}" if lines else ""
+        words = f"; last output: {lines[-1][-300:]}" if lines else ""
         raise SiteError(f"`{argv[0]}` did not end in {timeout_s:g} s and was ended{words}")
     return CompletedCommand(tuple(argv), child.returncode, text, "", time.monotonic() - started)
 

@@ -58,7 +58,7 @@ def parse_time(text: str, where: str = "time") -> TimeLimit:
     else:
         seconds = _slurm_seconds(text) if "." not in text else None
     if seconds is None:
-        raise UsageError(f"{where}: {text!r} is no time; write {_TIME_FORMS}")
+        raise UsageError(f"{where}: {text!r} is not a time; write {_TIME_FORMS}")
     if seconds == 0:
         return TimeLimit(
             math.inf, f"{where}: Slurm takes {text} for no limit at all; write UNLIMITED for that"
@@ -119,7 +119,7 @@ def parse_memory(text: str, where: str = "mem") -> int:
     match = _MEMORY.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{where}: {text.strip()!r} is no amount of memory; write 512M, 1.5G or 64GiB, or 0 for all"
+            f"{where}: {text.strip()!r} is not an amount of memory; write 512M, 1.5G or 64GiB, or 0 for all"
         )
     unit = (match["unit"] or match["bytes"] or "").upper()
     return _exact_mib(match["number"], _BINARY[unit])
@@ -141,7 +141,7 @@ class SlurmMemory(NamedTuple):
 
 
 def parse_slurm_memory(text: str) -> SlurmMemory | None:
-    """`8G`, `62.50G`, `64000`, `0n`, `4000Mc`, `64000+`; None for UNLIMITED, N/A and what is no amount."""
+    """`8G`, `62.50G`, `64000`, `0n`, `4000Mc`, `64000+`; None for UNLIMITED, N/A and other text."""
     match = _PRINTED_MEMORY.fullmatch(text.strip())
     if match is None:
         return None

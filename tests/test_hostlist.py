@@ -56,18 +56,18 @@ def test_what_slurm_prints_for_no_hosts_is_no_hosts(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("@all", "'@all' is no host list"),
-        ("n[1-3]!n2", "is no host list"),
-        ("n1&n2", "is no host list"),
-        ("n[1-3]/2", "is no host list"),
-        ("n*", "is no host list"),
-        ("-n1", "is no host list"),
-        ("n1 n2", "is no host list"),
-        ("n[1-2", "is no host list"),
-        ("n]1-2[", "is no host list"),
-        ("n[1-[2]]", "is no host list"),
-        ("n[]", "is no host list"),
-        ("nöde", "is no host list"),
+        ("@all", "'@all' is not a host list"),
+        ("n[1-3]!n2", "is not a host list"),
+        ("n1&n2", "is not a host list"),
+        ("n[1-3]/2", "is not a host list"),
+        ("n*", "is not a host list"),
+        ("-n1", "is not a host list"),
+        ("n1 n2", "is not a host list"),
+        ("n[1-2", "is not a host list"),
+        ("n]1-2[", "is not a host list"),
+        ("n[1-[2]]", "is not a host list"),
+        ("n[]", "is not a host list"),
+        ("nöde", "is not a host list"),
         ("n[3-1]", "counts down from 3 to 1; write \\[1-3\\]"),
         ("n[1-100000]", f"at most {MAX_HOSTS}"),
         ("n[1-999]m[1-999]", f"at most {MAX_HOSTS}"),
@@ -117,5 +117,5 @@ def test_old_slurm_is_spared_text_behind_a_bracket() -> None:
 
 @pytest.mark.parametrize("name", ["(null)", "None assigned", "@all", "n[1-2]", ""])
 def test_only_names_are_folded(name: str) -> None:
-    with pytest.raises(UsageError, match="is no host name"):
+    with pytest.raises(UsageError, match="is not a host name"):
         fold_hosts(["n1", name])

@@ -224,7 +224,7 @@ def test_a_document_is_told_and_the_answer_is_bounded() -> None:
 
 @pytest.mark.parametrize("script", ["echo $$; sleep 60", TREE, "yes"])
 def test_who_does_not_end_in_time_is_ended_with_all_below(script: str) -> None:
-    with pytest.raises(SiteError, match=r"^`sh` did not end in 0\.5 s and was ended; it said last: "):
+    with pytest.raises(SiteError, match=r"^`sh` did not end in 0\.5 s and was ended; last output: "):
         told(["sh", "-c", script, "secret"], timeout_s=0.5)
     assert process.descendants(os.getpid()) == []
 

@@ -70,7 +70,7 @@ def test_zero_is_no_limit_for_slurm_and_that_is_said() -> None:
     "text", ["", "h", "1h30", "12h1d", "1:2:3:4", "1-", "-2", "1.5h", "2 h", "four", "1-2-3", "٤", "9" * 5000]
 )
 def test_what_is_no_time_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UsageError, match=r"^time: .* is no time; write 90m, 2h, 1d12h, H:M:S") as raised:
+    with pytest.raises(UsageError, match=r"^time: .* is not a time; write 90m, 2h, 1d12h, H:M:S") as raised:
         parse_time(text)
     assert "\n" not in str(raised.value)
 
@@ -135,7 +135,7 @@ def test_memory_as_people_write_it_rounds_up_to_mib(text: str, expected: int) ->
 @pytest.mark.parametrize("text", ["", "G", "-1G", "1.G", "1,5G", "lots", "1GG", "1 G", "9" * 5000])
 def test_what_is_no_memory_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(
-        UsageError, match=r"^job.yaml:2 mem: .* is no amount of memory; write 512M, 1.5G or 64GiB"
+        UsageError, match=r"^job.yaml:2 mem: .* is not an amount of memory; write 512M, 1.5G or 64GiB"
     ):
         parse_memory(text, "job.yaml:2 mem")
 

@@ -280,7 +280,7 @@ def parse_tail(data: bytes, part: int) -> list[tuple[ChunkSpec, ChunkLocation, i
             for name, dtype, shape, o, s, at, digest in values["chunks"]
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"the tail is no list of chunks ({error})") from None
+        raise DamagedError(f"the tail is not a list of chunks ({error})") from None
 
 
 def collect_tensors(tails: Iterable[Iterable[tuple[ChunkSpec, ChunkLocation]]]) -> dict[str, TensorEntry]:
@@ -351,7 +351,7 @@ def parse_manifest(data: bytes) -> Manifest:
         generation = bytes.fromhex(values["generation"])
         layout = dict(values.get("layout", {}))
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(f"it is no manifest ({error})") from None
+        raise DamagedError(f"it is not a manifest ({error})") from None
     check_coverage(tensors)
     return Manifest(generation, parts, tensors, layout)
 

@@ -142,7 +142,7 @@ def verify(
             print(
                 "no save was found whole"
                 if newest is None
-                else f"newest whole save: step {newest}; train --resume goes on from there"
+                else f"newest whole save: step {newest}; train --resume resumes from there"
             )
     if damaged:
         raise typer.Exit(EXIT_CHECK_FAILED)

@@ -59,7 +59,7 @@ class LineDisplay:
             case RestoreMetric(passed_over=problems) if problems:
                 for problem in problems:
                     self.note(f"passed over: {problem}")
-                self.note(f"goes on from step {metric.step}; {metric.lost_steps} saved steps are lost")
+                self.note(f"resumes from step {metric.step}; {metric.lost_steps} saved steps are lost")
             case _ if text := str(metric):
                 self.note(text)
 

@@ -39,7 +39,7 @@ def list_runs(
     """
     for name in states or ():
         if name not in run_state.RUN_STATES:
-            raise UsageError(f"--state: {name!r} is no state; there are {', '.join(run_state.RUN_STATES)}")
+            raise UsageError(f"--state: {name!r} is not a state; there are {', '.join(run_state.RUN_STATES)}")
     every = run_state.read_run_states(list(all_runs()))
     shown = [state for state in every if not states or state.state in states]
     root = ", ".join(map(str, runs_roots()))

@@ -190,5 +190,7 @@ def _checked_version(version: str | None) -> str | None:
     from hpcrun.slurm.versions import parse_slurm_version
 
     if version is not None and parse_slurm_version(version) is None:
-        raise UsageError(f"--slurm-version {version}: is no release of Slurm; write it as 24.05 or 24.05.8")
+        raise UsageError(
+            f"--slurm-version {version}: is not a release of Slurm; write it as 24.05 or 24.05.8"
+        )
     return version

@@ -221,7 +221,7 @@ def _groups(placement: Placement, degrees: ParallelDegrees, axis: str) -> list[i
     """The number of the group of every rank: the ranks that differ in nothing but this axis."""
     inside = {"dp": ("dp_replicate", "dp_shard")}.get(axis, (axis,))
     if not set(inside) <= set(AXES):
-        raise UsageError(f"{axis}: is no axis of the mesh; use {', '.join((*AXES, 'dp'))}")
+        raise UsageError(f"{axis}: is not an axis of the mesh; use {', '.join((*AXES, 'dp'))}")
     if len(placement.ranks) != degrees.world_size:
         raise UsageError(
             f"placement: has {len(placement.ranks)} ranks, but {degrees} is {degrees.world_size}; draw the"

@@ -156,7 +156,7 @@ class NodeTopology:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """The numbers in a list of CPUs such as `0-3,8`; what is no number is left out."""
+    """The numbers in a list of CPUs such as `0-3,8`; what is not a number is left out."""
     numbers: dict[int, None] = {}
     for part in text.split(","):
         if match := _RANGE.fullmatch(part.strip()):

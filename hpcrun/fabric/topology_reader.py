@@ -132,7 +132,9 @@ def fabric_from_table(table: Mapping[str, Any], name: str) -> Fabric:
 def _units_of(table: Mapping[str, Any], where: str) -> Iterator[TopologyUnit]:
     for name, below in table.items():
         if not _WORD.fullmatch(name):
-            raise UsageError(f"{where}: {name!r} is no name of a switch; use letters, digits and . _ : + -")
+            raise UsageError(
+                f"{where}: {name!r} is not a name of a switch; use letters, digits and . _ : + -"
+            )
         if isinstance(below, Mapping):
             yield TopologyUnit("switch", name, children=",".join(below))
             yield from _units_of(below, f"{where} {name}")
@@ -153,7 +155,7 @@ def fabric_from_names(
     try:
         compiled = re.compile(pattern)
     except re.error as error:
-        raise UsageError(f"topology.pattern: {pattern!r} is no regular expression: {error}") from None
+        raise UsageError(f"topology.pattern: {pattern!r} is not a regular expression: {error}") from None
     groups = [group for group in map(level_name, range(3)) if group in compiled.groupindex]
     if groups[:1] != ["leaf"]:
         raise UsageError(

@@ -99,7 +99,7 @@ def read_webhook_url(where: str) -> str:
 
 
 def check_webhook_url(url: str) -> str:
-    """The host of a webhook; UsageError for what would send the request in the clear, or is no URL."""
+    """The host of a webhook; UsageError for what would send the request in the clear, or is not a URL."""
     try:
         parts = urlsplit(url)
         host, _ = parts.hostname or "", parts.port

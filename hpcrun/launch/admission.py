@@ -207,7 +207,7 @@ def preflight_failure_outcome(
     remaining = f"{len(left)} {'is' if len(left) == 1 else 'are'} left"
     message = f"{_MESSAGE_PREFIX}{requirement} needed, and {remaining}: {why}"
     if names:
-        message += f" (to go on all the same: preflight=[{names}] leaves these checks out)"
+        message += f" (to continue anyway: preflight=[{names}] leaves these checks out)"
     blamed = tuple(dict.fromkeys([*gone, *(node for node, _ in admission.blamed)]))
     if _count_failed_preflights(attempt.run) + 1 >= _MAX_FAILED_IN_A_ROW:
         message, blamed = f"{message}; this is the {_MAX_FAILED_IN_A_ROW}rd attempt in a row", ()

@@ -440,10 +440,10 @@ class AttemptMonitor:
             return AttemptOutcome(run, number, "done", EXIT_DONE, f"done{at}", step, self._result)
         is_early = self._result.get("steps_done") == 0
         what = f"stopped before a step was done, with nothing new to save{at}" if is_early else f"saved{at}"
-        text = f"{what}; go on with: hpcrun {self._again} --resume {run.id}"
+        text = f"{what}; continue with: hpcrun {self._again} --resume {run.id}"
         status, code = ("interrupted", EXIT_INTERRUPTED) if self._interrupts else ("saved", EXIT_SAVED)
         if self._replaced and self._stop is None:
-            text = f"saved{at}, to go on without {self._replaced[0]}, which is slow"
+            text = f"saved{at}, to continue without {self._replaced[0]}, which is slow"
             return AttemptOutcome(
                 run, number, status, code, text, step, self._result, suspects=self._replaced
             )

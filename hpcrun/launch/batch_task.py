@@ -110,7 +110,7 @@ def why_foreign_job(folder: Path) -> str | None:
         return str(error)
     remedy = f"submit the run with `hpcrun submit --resume {run.id}`"
     if "SLURM_JOB_ID" not in os.environ:
-        return f"{run.script} is started by Slurm, and this is no job; {remedy}"
+        return f"{run.script} is started by Slurm, and this is not a job; {remedy}"
     job_environment = importlib.import_module("submitit.core.job_environment")
     os.environ["SUBMITIT_FOLDER"] = str(folder)
     here = job_environment.JobEnvironment()

@@ -151,7 +151,7 @@ def _explain_launcher_end(attempt: Attempt, launcher: LauncherEnded | None, name
             ("[mpiexec@", "HYDRA_LAUNCH", "YOUR APPLICATION", "This typically", "Please see")
         )
     ]
-    last = f"; it said last: {lines[-1].strip()[:300]}" if lines else ""
+    last = f"; last output: {lines[-1].strip()[:300]}" if lines else ""
     return FailureCause(f"{name} {how} before the run was done{last}; log: {attempt.launcher_log}")
 
 

@@ -48,7 +48,7 @@ def check_predecessors(
             return AttemptOutcome(run, 0, "saved", EXIT_SAVED, text, None)
         refused = f", and the job cannot wait again: {refused}"
     text = f"not started: {_describe_state(pending[0])}{refused}"
-    text += f"; to start it all the same: hpcrun submit --resume {(run.sweep_of_element or run).id}"
+    text += f"; to start it anyway: hpcrun submit --resume {(run.sweep_of_element or run).id}"
     note(text)
     record_run_exit(run, "cancelled", EXIT_INTERRUPTED, text)
     return AttemptOutcome(run, 0, "interrupted", EXIT_INTERRUPTED, text, None)
@@ -72,7 +72,7 @@ def _unfinished_runs(runs: Sequence[RunDir]) -> list[RunState]:
 def _describe_state(state: RunState) -> str:
     message = f": {state.message}" if state.message else ""
     if not state.run.path.is_dir():
-        return f"{state.run.path} is gone, so nobody knows whether it ended well"
+        return f"{state.run.path} is gone, so it is unknown whether it ended well"
     if state.state == "unknown":
         return f"whether {state.run.id} ended well is not known{message}"
     return f"{state.run.id} is {state.state}{message}"

@@ -63,7 +63,7 @@ def why_no_retry(
     """
     retries = spec.retries
     if retries is None:
-        return "the job has no retry: block, and a command is not known to go on where it stopped"
+        return "the job has no retry: block, and a command is not known to resume where it stopped"
     if in_place and run.attempt(outcome.attempt).restore_failure.exists():
         # Not the job's fault, and it comes to an end: what cannot be loaded twice is not tried again.
         return None

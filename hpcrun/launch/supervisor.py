@@ -285,7 +285,7 @@ class Supervisor:
         at = f" (the newest save is of step {step})" if step else ""
         again = "submit" if self._context.is_batch else "train"
         text = f"{number.name}: stopped before the ranks were started{at}"
-        text = f"{text}; go on with: hpcrun {again} --resume {run.id}"
+        text = f"{text}; continue with: hpcrun {again} --resume {run.id}"
         newest = attempts[0].number if attempts else 1
         outcome = AttemptOutcome(run, newest, status, code, text, step, stop=number)
         for attempt in attempts:

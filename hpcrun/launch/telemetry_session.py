@@ -45,7 +45,7 @@ class _SidecarProcess:
             try:
                 self._child = _start_sidecars(run, orders)
             except OSError as error:
-                note(f"telemetry: {error}; the run goes on without it")
+                note(f"telemetry: {error}; the run continues without it")
 
     def detach_for_successor(self) -> None:
         """Tell nothing more, not even that the supervisor is gone: another one has the run, and tells."""
@@ -143,7 +143,7 @@ def _sidecar_configs(
     for name, package in _REQUIRED_PACKAGES.items():
         if name in orders and not _is_installed(package):
             note(
-                f"telemetry.{name}: {sys.executable} has no package {package}; the run goes on without it;"
+                f"telemetry.{name}: {sys.executable} has no package {package}; the run continues without it;"
                 f" to have it: pip install {package}"
             )
             del orders[name]

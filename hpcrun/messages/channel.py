@@ -71,7 +71,7 @@ class Channel:
                 break
             message = parse_json_line(text)
             if message is None:
-                self.fail("what came is no message")
+                self.fail("what came is not a message")
                 break
             received.append(message)
         return received

@@ -121,7 +121,7 @@ class FramedConnection:
             return None
         kind, length, digest = _HEADER.unpack_from(header)
         if kind not in (_MESSAGE, _RAW) or length > FRAME_BYTES:
-            raise FrameError("what came is no frame")
+            raise FrameError("what came is not a frame")
         # Nothing in a frame is believed, nor any buffer filled, before its mark.
         buffer = memoryview(bytearray(length)) if kind == _MESSAGE else memoryview(b"")
         if kind == _MESSAGE and length and not self._fill(buffer, deadline):
@@ -133,7 +133,7 @@ class FramedConnection:
             return self._receive_raw(into, length, digest, deadline)
         message = parse_json_line(bytes(buffer))
         if message is None:
-            raise FrameError("what came is no message")
+            raise FrameError("what came is not a message")
         return message
 
     def _receive_raw(

@@ -183,7 +183,7 @@ class _RunRecords:
 def _attempt_nodes(run: RunDir, attempt: int) -> Sequence[str]:
     try:
         placement = read_placement(run.attempt(attempt).placement)
-    except UsageError:  # of another version, or damaged: the story goes on without
+    except UsageError:  # of another version, or damaged: the story continues without
         return ()
     return placement[0].nodes if placement else ()
 

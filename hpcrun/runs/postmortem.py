@@ -181,7 +181,7 @@ def _read_tail(path: Path, most: int) -> tuple[bytes, int]:
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError("is no regular file")
+            raise ValueError("is not a regular file")
         cut = max(0, status.st_size - most)
         file.seek(cut)
         data = file.read(most)

@@ -48,12 +48,12 @@ def request_save(run: RunDir, *, force: bool = False) -> SaveRequest:
     by_cluster: defaultdict[str, list[str]] = defaultdict(list)
     for one in begun:
         if one.job and (reached := signal_successor(one.snapshot, signal.SIGUSR1, one.cluster)):
-            lines.append(f"{one.run.id}: asked {reached} to save and go on")
+            lines.append(f"{one.run.id}: asked {reached} to save and continue")
         elif one.job:
             by_cluster[one.cluster].append(one.job)
     for cluster, jobs in by_cluster.items():
         _signal_batch_jobs(jobs, cluster)
-        lines.append(f"{run.id}: asked job {', '.join(jobs)} to save and go on")
+        lines.append(f"{run.id}: asked job {', '.join(jobs)} to save and continue")
     return SaveRequest(lines, answers)
 
 
@@ -103,7 +103,7 @@ def _require_savable_run(run: RunDir, force: bool) -> None:
     if origin is None or origin.steps is not None:
         return
     if origin.kind == "function":
-        raise UsageError(f"{run.id} is a function, which nobody can ask to save; `hpcrun stop` ends it")
+        raise UsageError(f"{run.id} is a function, which cannot be asked to save; `hpcrun stop` ends it")
     if not force:
         raise UsageError(
             f"{run.id} is a program of your own: SIGUSR1 ends it unless it handles that signal; --force sends"
@@ -134,7 +134,7 @@ def _signal_process(state: RunState) -> str:
     if handle is None or not handle.signal(signal.SIGUSR1):
         return f"{run.id}: has ended just now"
     handle.close()
-    return f"{run.id}: asked pid {handle.process.pid} to save and go on"
+    return f"{run.id}: asked pid {handle.process.pid} to save and continue"
 
 
 def _signal_batch_jobs(jobs: Sequence[str], cluster: str) -> None:

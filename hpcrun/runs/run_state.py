@@ -253,7 +253,7 @@ def _state_from_records(view: RunSnapshot) -> tuple[str, str, JobQuery | None]:
     if view.job:
         from hpcrun.slurm.queue import JobQuery
 
-        # Training inside of somebody's allocation is no job of ours.
+        # Training inside of somebody's allocation is not a job of ours.
         is_ours = view.submission is not None and view.submission.job == view.job[0]
         owner = view.run.sweep_of_element or view.run
         question = JobQuery(*view.job, run=owner.id if is_ours else "")
@@ -262,7 +262,7 @@ def _state_from_records(view: RunSnapshot) -> tuple[str, str, JobQuery | None]:
         host, who = found
         if host != os.uname().nodename:
             return "unknown", f"it was started on {host}; look there whether it still runs", None
-        words = f"; it said last: {said}" if (said := view.last_words()) else ""
+        words = f"; last output: {said}" if (said := view.last_words()) else ""
         return "dead", f"its supervisor (pid {who.pid}) is gone; {_resume_hint(view)}{words}", None
     result = read_json(view.attempts[-1].result) if view.attempts else None
     if isinstance(result, dict) and result.get("status") in RUN_STATES:

@@ -187,7 +187,7 @@ class TimeAccount:
         return own_s
 
     def finish(self, now: float | None) -> None:
-        """Count what is left: until now, where the run goes on; without it the newest attempt is over."""
+        """Count what is left: until now, where the run continues; without it the newest attempt is over."""
         if not self.attempt:
             return
         if self.is_over:

@@ -113,7 +113,7 @@ class StateMatcher:
             if is_tensor_node(node):
                 self.match.targets.append(TensorTarget(keys, node["v"], new))
             else:
-                self.match.mismatched.append((keys, "is no tensor in the save"))
+                self.match.mismatched.append((keys, "is not a tensor in the save"))
         elif is_stateful(new):
             self._object(new, node, keys)
         elif (

@@ -261,7 +261,7 @@ def unpack_tree(data: bytes | bytearray, where: str) -> ValueNode:
 def _plain_mapping(state: Any, keys: KeyPath) -> Any:
     """Return the state of a script or an object, whose mapping may be of any class, as a plain dict."""
     if not isinstance(state, Mapping):
-        raise PlainValueError(keys, f"has a state of type {type(state).__name__}, which is no dict")
+        raise PlainValueError(keys, f"has a state of type {type(state).__name__}, which is not a dict")
     return state if type(state) in (dict, OrderedDict) else dict(state)
 
 

@@ -340,6 +340,6 @@ def find_worker(
 
 
 def _worker_environment() -> dict[str, str]:
-    """The worker is no rank of anything, and must find the same hpcrun."""
+    """The worker is not a rank of anything, and must find the same hpcrun."""
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     return without_rank_variables(os.environ) | {"PYTHONPATH": path}

@@ -394,7 +394,7 @@ def _join_words(value: Iterable[Any]) -> str:
 
 
 def _unquoted(value: Any) -> ShellCode:
-    """Return a value unquoted: the admin vouches that it is no shell code."""
+    """Return a value unquoted: the admin vouches that it is not shell code."""
     text = _plain_text(value)
     if not text.isprintable():
         raise TemplateRuntimeError("unquoted: the value contains a line break or control character")

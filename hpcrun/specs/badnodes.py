@@ -150,7 +150,7 @@ def _parse_entry(line: str) -> BadNode:
     except (ValueError, RecursionError):
         record = None
     if not isinstance(record, dict):
-        raise UsageError('is no entry; write {"node": "n01", "reason": "ECC errors"}')
+        raise UsageError('is not an entry; write {"node": "n01", "reason": "ECC errors"}')
     nodes = sort_hosts(expand_hosts(_text(record, "node"), "node"))
     if not nodes:
         raise UsageError("node: names no node; write a name or a host list")
@@ -178,7 +178,7 @@ def _parse_instant(text: str, where: str) -> float:
         return moment.timestamp()
     except (ValueError, OverflowError, OSError):
         form = "2026-12-01 or 2026-12-01T08:00:00+00:00"
-        raise UsageError(f"{where}: {text.strip()!r} is no time; write {form}") from None
+        raise UsageError(f"{where}: {text.strip()!r} is not a time; write {form}") from None
 
 
 def _render_instant(seconds: float) -> str:

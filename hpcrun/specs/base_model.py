@@ -76,7 +76,7 @@ class HfBaseModel:
 def keep_base_model(
     source: Path, place: Path, dtypes: dict[str, str]
 ) -> AbstractContextManager[CarriedFiles]:
-    """Keep what is no tensor of a Hugging Face directory as `place`/base_model, once the body ended well.
+    """Keep what is not a tensor of a Hugging Face directory as `place`/base_model, once the body ended well.
 
     It is copied before the body, so that a full disk is met first, and replaces what is there.
     """

@@ -22,7 +22,7 @@ from hpcrun.units import parse_time
 
 def _finite(text: str) -> None:
     if not 0 < parse_time(text).seconds < math.inf:
-        raise UsageError(f"time: {text} is no limit; write 10m or 2h")
+        raise UsageError(f"time: {text} is not a limit; write 10m or 2h")
 
 
 _Limit = Annotated[TimeText, parsed_by(_finite)]
@@ -182,7 +182,7 @@ def check_spare_replicas(
     """Copies on spares that are asked for need some; an elastic job may come to have them."""
     if not (checkpoint.replicate_to_spares and checkpoint.memory) or resources.spares or elastic is not None:
         return []
-    text = "true, but resources.spares is 0, and nobody could hold copies; ask for spares, or leave it out"
+    text = "true, but resources.spares is 0, and no node could hold copies; ask for spares, or leave it out"
     return [SpecProblem("checkpoint.replicate_to_spares", text)]
 
 
@@ -196,9 +196,8 @@ def _check_step_intervals(spec: CheckpointSpec, steps: int | None) -> Iterator[S
             yield SpecProblem(f"checkpoint.{name}", text)
             return
     if every and durable % every:
-        text = (
-            f"{durable} is no multiple of checkpoint.every {every}; use {_nearest_multiples(durable, every)}"
-        )
+        use = _nearest_multiples(durable, every)
+        text = f"{durable} is not a multiple of checkpoint.every {every}; use {use}"
         yield SpecProblem("checkpoint.durable.every", text)
         return
     between, key = (durable, "durable.every") if durable else (every, "every")

@@ -14,7 +14,7 @@ def check_elastic(
     if elastic is None:
         return []
     if command is not None:
-        text = "stands beside command, whose batch only the command itself can share anew; leave one out"
+        text = "cannot be combined with command, which alone can redistribute its batch; leave one out"
         return [SpecProblem("elastic", text)]
     problems = []
     dp = parallel.dp_replicate * parallel.dp_shard

@@ -238,7 +238,7 @@ def _apply_override(document: YamlDocument, override: str) -> list[SpecProblem]:
     dotted, equals, text = override.partition("=")
     path = dotted.split(".")
     if not equals or not all(path) or not dotted.isprintable() or " " in dotted:
-        usage = "is no override; write key.path=value, for instance train.lr=3e-4"
+        usage = "is not an override; write key.path=value, for instance train.lr=3e-4"
         return [SpecProblem(json.dumps(override), usage, _COMMAND_LINE)]
     if path[0] == "sweep":  # what stands there are dotted keys
         path[2:] = [".".join(path[2:])] if path[2:] else []

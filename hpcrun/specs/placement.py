@@ -105,7 +105,9 @@ def read_placement(path: Path) -> tuple[Placement, list[dict[str, int]] | None] 
     try:
         return _parse_placement(record)
     except (KeyError, TypeError, AttributeError):
-        raise UsageError(f"{path}: is no placement of this version of hpcrun; start the run again") from None
+        raise UsageError(
+            f"{path}: is not a placement of this version of hpcrun; start the run again"
+        ) from None
 
 
 def _parse_placement(record: Mapping[str, Any]) -> tuple[Placement, list[dict[str, int]] | None]:

@@ -387,7 +387,7 @@ def _check_steps(p: ParallelSpec, train: TrainSpec) -> list[SpecProblem]:
             problems.append(SpecProblem("train.profile.start", text))
         world = _degrees(p).world_size
         if max(train.profile.ranks) >= world:
-            text = f"{max(train.profile.ranks)} is no rank of this job; use 0 to {world - 1}"
+            text = f"{max(train.profile.ranks)} is not a rank of this job; use 0 to {world - 1}"
             problems.append(SpecProblem("train.profile.ranks", text))
     return problems
 

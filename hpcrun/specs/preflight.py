@@ -23,7 +23,7 @@ def _known(value: Any) -> Any:
     words = value if isinstance(value, list) else [value]
     strange = [word for word in words if word not in PREFLIGHT_CHECKS]
     if strange or not isinstance(value, list):
-        what = f"{strange[0]!r} is no check" if strange else "the names of checks are a list"
+        what = f"{strange[0]!r} is not a check" if strange else "the names of checks are a list"
         raise ValueError(f"{what}; write true, false, or those to leave out: [{', '.join(PREFLIGHT_CHECKS)}]")
     return value
 

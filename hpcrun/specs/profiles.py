@@ -67,6 +67,6 @@ def _parse_root(values: dict[str, Any], where: str) -> Path | None:
         return None
     path = expand_path(given)
     if not os.path.isabs(path):  # noqa: PTH117
-        text = f"{given!r} is no absolute path here; set the variable that it names, or HPCRUN_ROOT"
+        text = f"{given!r} is not an absolute path here; set the variable that it names, or HPCRUN_ROOT"
         raise SpecError([SpecProblem("root", text, where)])
     return Path(path)

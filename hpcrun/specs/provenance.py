@@ -136,7 +136,7 @@ def read_provenance(run: RunDir) -> Provenance | None:
         values["identity"] = parse_run_identity(found)
         record = Provenance(**values)
     except (TypeError, AttributeError):
-        raise UsageError(f"{run.job}: is no record of this version of hpcrun; start a new run") from None
+        raise UsageError(f"{run.job}: is not a record of this version of hpcrun; start a new run") from None
     except UsageError as error:
         raise UsageError(f"{run.job}: is damaged: {error}") from None
     if not _is_sound(record):

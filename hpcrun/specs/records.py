@@ -118,7 +118,7 @@ class TypedLineReader(Generic[T]):
             while True:
                 file.seek(self.offset)
                 data = file.read(piece)
-                # What is longer than all that may be read at once is no record of ours.
+                # What is longer than all that may be read at once is not a record of ours.
                 end = data.rfind(b"\n") + 1 or (len(data) if len(data) == piece else 0)
                 records += self._parse_lines(file, data[:end])
                 self.offset += end

@@ -74,7 +74,7 @@ def read_attempt_plan(path: Path, job: JobSpec, whole: Plan) -> Plan:
     try:
         plan = Plan.model_validate_json(json.dumps(record))
     except (ValidationError, OSError):
-        raise UsageError(f"{path}: is no plan of this version of hpcrun; start the run again") from None
+        raise UsageError(f"{path}: is not a plan of this version of hpcrun; start the run again") from None
     dp = plan.degrees.dp
     possible = 1 <= dp <= whole.degrees.dp and _largest_possible_dp(whole, dp) == dp
     if not possible or plan != plan_with_replicas(job, whole, dp):

@@ -69,7 +69,7 @@ def _expand_model(values: dict[str, Any]) -> list[SpecProblem]:
     fields: dict[str, Any] = {}
     problems: list[SpecProblem] = []
     if preset is not None and hf is not None:
-        problems = [SpecProblem("model.hf", "stands beside preset; use one of the two")]
+        problems = [SpecProblem("model.hf", "cannot be combined with preset; use one of the two")]
     elif hf is not None:
         fields, problems = _model_from_hf(hf, section)
     elif isinstance(preset, str) and preset in MODEL_PRESETS:
@@ -105,7 +105,7 @@ def _model_from_hf(hf: Any, section: dict[str, Any]) -> tuple[dict[str, Any], li
     except ValueError as error:
         return {}, [SpecProblem("model.hf", str(error))]
     clashes = [key for key in fields if key in section and section[key] != fields[key]]
-    text = "stands beside model.hf, which says {}; leave one of the two out"
+    text = "cannot be combined with model.hf, which says {}; leave one of the two out"
     return fields, [SpecProblem(f"model.{key}", text.format(format_value(fields[key]))) for key in clashes]
 
 
@@ -133,7 +133,10 @@ def _find_unused_sections(job: JobSpec, given: dict[str, Any]) -> list[SpecProbl
         for key in keys
         if _value_at(given, key) is not None and _value_at(values, key) != _value_at(plain, key)
     ]
-    return [SpecProblem(key, "stands beside command, which trains by itself; leave one out") for key in used]
+    return [
+        SpecProblem(key, "cannot be combined with command, which trains by itself; leave one out")
+        for key in used
+    ]
 
 
 def _find_unsupported_keys(given: dict[str, Any]) -> list[SpecProblem]:

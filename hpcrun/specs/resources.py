@@ -77,7 +77,9 @@ def _require_free_option(option: str) -> str:
 
 def _option_value(value: Any) -> Any:
     if value is False:
-        raise ValueError("false is no value of an option; write true for one without a value, null for none")
+        raise ValueError(
+            "false is not a value of an option; write true for one without a value, null for none"
+        )
     if not isinstance(value, str | int | None):
         raise ValueError(f"must be text, a whole number, true or null, not a {type(value).__name__}")
     if isinstance(value, str) and any(ord(character) < 0x20 or character == "\x7f" for character in value):
@@ -106,7 +108,7 @@ def _check_mount(text: str) -> None:
     source, *others = text.split(":")
     target = others[0] if others else ""
     if source[:1] != "/" or target[:1] != "/" or others[1:] not in ([], ["ro"], ["rw"]):
-        raise UsageError(f"mount: {text!r} is no mount; write /SOURCE:/TARGET or /SOURCE:/TARGET:ro")
+        raise UsageError(f"mount: {text!r} is not a mount; write /SOURCE:/TARGET or /SOURCE:/TARGET:ro")
 
 
 def _as_text(value: Any) -> Any:

@@ -217,7 +217,7 @@ def _find_element(sweep: RunDir, number: int) -> RunDir:
         if stat.S_ISDIR(element.path.lstat().st_mode):
             return element
     if not sweep.sweep.is_file():
-        raise UsageError(f"{sweep.id}/{number}: {sweep.id} is no sweep, so it has no elements")
+        raise UsageError(f"{sweep.id}/{number}: {sweep.id} is not a sweep, so it has no elements")
     listed = read_json(sweep.sweep)
     count = len(listed) if isinstance(listed, list) else 0
     if number < count:

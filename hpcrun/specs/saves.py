@@ -150,7 +150,7 @@ def refuse_foreign_checkpoints(checkpoints: Path, sorted_saves: SortedCheckpoint
     newest, run = sorted_saves.strangers[-1], checkpoints.parent
     whose = f"of another run ({newest.run_id})" if newest.run_id else "of no known run"
     raise UsageError(
-        f"{newest.path}: is {whose}, and is not gone on from in {run}; to have it here type:"
+        f"{newest.path}: is {whose}, and is not resumed in {run}; to have it here type:"
         f" mv {newest.path} {run}/ && hpcrun ckpt import {run / newest.path.name} --run {run}"
     )
 
@@ -204,7 +204,7 @@ def parse_commit_record(path: Path, text: str) -> SavedCheckpoint | UnreadableCh
             **record,
         )
     except (ValueError, KeyError, TypeError, AttributeError):
-        return UnreadableCheckpoint(path, f"{COMMIT_RECORD} is no record of a save")
+        return UnreadableCheckpoint(path, f"{COMMIT_RECORD} is not a record of a save")
 
 
 def _is_count(value: Any) -> bool:

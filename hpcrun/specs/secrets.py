@@ -65,7 +65,7 @@ def _read_secret(path: Path) -> str:
 
 def _check_owner(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError("is no regular file; give a file that holds the value")
+        raise ValueError("is not a regular file; give a file that holds the value")
     if status.st_uid != os.geteuid():
         raise ValueError(
             f"belongs to user {status.st_uid}, not to you ({os.geteuid()}); give a file of yours"

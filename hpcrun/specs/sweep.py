@@ -48,10 +48,10 @@ def write_sweep(run: RunDir, elements: list[dict[str, Any]]) -> None:
 
 
 def read_sweep(run: RunDir) -> list[dict[str, Any]]:
-    """The dotted keys and values of every element; UsageError when this is no sweep, or it is damaged."""
+    """The dotted keys and values of every element; UsageError when this is not a sweep, or it is damaged."""
     record = read_json(run.sweep)
     if record is None:
-        raise UsageError(f"{run.id}: is no sweep (it has no {run.sweep.name})")
+        raise UsageError(f"{run.id}: is not a sweep (it has no {run.sweep.name})")
     if not isinstance(record, list) or not all(isinstance(element, dict) for element in record):
         raise UsageError(f"{run.sweep}: is damaged: not a list of mappings; start the sweep again")
     return record

@@ -14,7 +14,7 @@ from hpcrun.units import parse_time
 
 def _limited(text: str) -> None:
     if not 0 < parse_time(text).seconds < math.inf:
-        raise UsageError(f"time: {text} is no limit; write 30s, 10m or 2h")
+        raise UsageError(f"time: {text} is not a limit; write 30s, 10m or 2h")
 
 
 _Limit = Annotated[TimeText, parsed_by(_limited)]

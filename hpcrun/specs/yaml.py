@@ -127,7 +127,7 @@ def parse_yaml_list(text: str, name: str) -> YamlDocument:
     """The same for a document that is a list of mappings: `values` has one key, ITEMS, which holds them."""
     node = _compose(text, name)
     if not isinstance(node, yaml.SequenceNode) or not node.value:
-        raise SpecError([SpecProblem("", "is no list; write an item a line, each begins with `- `", name)])
+        raise SpecError([SpecProblem("", "is not a list; write an item a line, each begins with `- `", name)])
     builder = _DocumentBuilder(name)
     values = builder.value(node, LIST_KEY, 0)
     wrong = [
@@ -249,7 +249,7 @@ class _DocumentBuilder:
                     return float(re.sub(r"\.(?=[in])", "", text.lower()))
         except (KeyError, ValueError):
             pass
-        self._refuse(node, key, f"{text[:60]!r} is no plain value of type {node.tag.removeprefix(_CORE)}")
+        self._refuse(node, key, f"{text[:60]!r} is not a plain value of type {node.tag.removeprefix(_CORE)}")
         return None
 
     def _at(self, node: yaml.Node) -> str:

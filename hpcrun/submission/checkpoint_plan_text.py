@@ -68,7 +68,7 @@ def _format_losses(plan: CheckpointPlan) -> list[str]:
     if losses is None:
         lines = [
             "losses",
-            "  checkpoint.memory is 0: whatever is lost, the run goes on from the run directory",
+            "  checkpoint.memory is 0: whatever is lost, the run continues from the run directory",
         ]
     else:
         lines = ["losses", *(f"  {line}" for line in losses)]

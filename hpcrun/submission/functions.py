@@ -103,7 +103,7 @@ _Arguments = Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]
 
 
 def _check_calls(fn: Callable[..., Any], calls: _Arguments) -> None:
-    """UsageError for what is no function, or is not called so: the job would find out hours later."""
+    """UsageError for what is not a function, or is not called so: the job would find out hours later."""
     name = getattr(fn, "__name__", type(fn).__name__)
     if not callable(fn):
         raise UsageError(f"submit: a {name} is not a function; give a function and then its arguments")

@@ -98,7 +98,7 @@ class StateChanges:
 class Hooks:
     """Calls every hook for each change that it wants to hear of, one at a time and in order.
 
-    A call that had not ended when all ended is made again where the run goes on: `id` tells the two apart.
+    A call that had not ended when all ended is made again where the run continues: `id` tells the two apart.
     """
 
     every_s = 0.5
@@ -208,7 +208,7 @@ class _HookProgram:
             # Once, until it has worked again.
             self._has_failed = True
             words = f"hook of the {self._whose} failed at {document['state']}: {why.splitlines()[0][:300]}"
-            print_to_console(f"{words}; the run goes on")
+            print_to_console(f"{words}; the run continues")
 
     def _log(self, document: Mapping[str, Any], text: str) -> None:
         about = f"{document['id']} {document['state']} {self._command[0]}"

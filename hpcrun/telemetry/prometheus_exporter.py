@@ -101,7 +101,7 @@ class Exporter:
             write_sidecar_log(text)
             if self._is_well:
                 # Once, until it has gone well again.
-                print_to_console(f"exporter: {text}; the run goes on")
+                print_to_console(f"exporter: {text}; the run continues")
             self._is_well = False
         else:
             self._is_well = True

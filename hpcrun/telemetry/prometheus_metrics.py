@@ -32,7 +32,7 @@ class RunMetrics:
     """For how long nobody has heard of the agent of a node."""
     scrape_errors: int = 0
     now: float | None = None
-    """The wall clock while the run goes on; None for one that does not."""
+    """The wall clock while the run continues; None for one that does not."""
 
 
 def render_exposition(runs: Sequence[RunMetrics]) -> str:
@@ -147,7 +147,7 @@ def _save_families(runs: Sequence[RunMetrics]) -> Iterator[Metric]:
     lag = GaugeMetricFamily("hpcrun_checkpoint_lag_seconds", text, labels=labels)
     text = "Bytes that the newest save took at a tier, to bytes of the state"
     ratio = GaugeMetricFamily("hpcrun_checkpoint_bytes_ratio", text, labels=labels)
-    text = "For how long nothing new has become durable, while the run goes on"
+    text = "For how long nothing new has become durable, while the run continues"
     undurable = GaugeMetricFamily("hpcrun_checkpoint_durable_age_seconds", text, labels=["run"])
     for run in runs:
         for tier, sums in run.tally.saves.tiers.items():

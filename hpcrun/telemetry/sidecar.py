@@ -124,10 +124,10 @@ class _SidecarManager:
             self._due[name] = time.monotonic() + _AGAIN_S[number]
             # The first is worth a line, and the last.
             if number == 0:
-                print_to_console(f"{why}; it is started again, the run goes on; log: {self._log(name)}")
+                print_to_console(f"{why}; it is started again, the run continues; log: {self._log(name)}")
         else:
             self._due[name] = float("inf")
-            print_to_console(f"{why} {number + 1} times; it is not started again, the run goes on")
+            print_to_console(f"{why} {number + 1} times; it is not started again, the run continues")
 
     def _drain(self) -> None:
         for name in [name for name, due in self._due.items() if due < float("inf")]:

@@ -436,7 +436,7 @@ def test_all_that_is_wrong_with_a_scenario_is_told_before_anything_is_done(tmp_p
     assert "'kill-rnak' is not a fault; there are: kill-rank, stop-rank" in lines[1]
     assert lines[8] == "8 at: 3 s is after a later one; put them in order"
     path.write_text("do: kill-rank\n")
-    with pytest.raises(SpecError, match="is no list"):
+    with pytest.raises(SpecError, match="is not a list"):
         load_scenario(path)
     path.write_text("- {at: 1s, do: kill-rank, rank: 8}\n- kill-rank\n")
     with pytest.raises(SpecError, match=r"s.yaml:2: must be a mapping of keys to values"):

@@ -24,7 +24,7 @@ def parse_stripe_size(text: str) -> int:
     """Bytes, as `lfs` takes a stripe size: K, M, G… are powers of 1024, below 4096 it means KiB."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no size")
+        raise ValueError(f"{text!r} is not a size")
     size = int(match[1]) * _SUFFIX[match[2].lower()]
     return size << 10 if size < 4096 else size
 
@@ -32,13 +32,13 @@ def parse_stripe_size(text: str) -> int:
 def parse_ost_list(text: str) -> list[int]:
     """The indices of a list such as 1,2-4,7."""
     if not _OSTS.fullmatch(text):
-        raise ValueError(f"{text!r} is no list of OSTs, such as 1,2-4,7")
+        raise ValueError(f"{text!r} is not a list of OSTs, such as 1,2-4,7")
     columns: list[int] = []
     for piece in text.split(","):
         first, _, last = piece.partition("-")
         columns += range(int(first), int(last or first) + 1)
     if not columns or len(set(columns)) != len(columns):
-        raise ValueError(f"{text!r} is no list of different OSTs")
+        raise ValueError(f"{text!r} is not a list of different OSTs")
     return columns
 
 
@@ -70,7 +70,7 @@ def _matching_pattern(pattern: str, what: str) -> Callable[[str], None]:
 
 def _check_pool(text: str) -> None:
     if not _POOL.fullmatch(text):
-        raise ValueError(f"{text!r} is no name of a pool: letters, digits, . _ -, 15 at most")
+        raise ValueError(f"{text!r} is not a name of a pool: letters, digits, . _ -, 15 at most")
 
 
 def _check_osts(text: str) -> None:

@@ -95,7 +95,7 @@ def killed_ranks(root: Path, quick: bool) -> Told:
 
 
 def killed_workers(root: Path, quick: bool) -> Told:
-    """Kill the checkpoint worker of a run and a rank; the run goes on from what the next worker finds."""
+    """Kill the checkpoint worker of a run and a rank; the run continues from what the next worker finds."""
 
     def strike(run: RunDir, attempt: Attempt) -> None:
         supervisor = read_json(attempt.supervisor)["pid"]

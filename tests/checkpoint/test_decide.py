@@ -254,7 +254,7 @@ def test_what_failed_twice_is_passed_over() -> None:
     plan = decide_restore(near, [saved(20), older], [], [], {stamp(20).generation: 2}, NODES)
     assert plan.save == str(older.path)
     assert plan.poisoned == (stamp(20).generation,)
-    assert "has failed to be gone on from" in plan.passed_over[0]
+    assert "could not be resumed from" in plan.passed_over[0]
     # What proved damaged in memory may be whole in the run directory.
     plan = decide_restore(near, [saved(20), older], [], [], {f"near:{stamp(20).generation}": 2}, NODES)
     assert plan.save == str(saved(20).path)

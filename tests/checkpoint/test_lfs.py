@@ -138,7 +138,7 @@ ILLEGAL = {
     "setstripe -c 2 -C 4 /f": "only one of -c -C",
     "setstripe -S 100000 /f": "multiple of 64 KiB",
     "setstripe -S 32 /f": "multiple of 64 KiB",
-    "setstripe -S 16MB /f": "no size",
+    "setstripe -S 16MB /f": "not a size",
     "setstripe -c 3 -o 1,2 /f": "does not agree",
     "setstripe -o 1,1 /f": "different OSTs",
     "setstripe -o 5-4 /f": "different OSTs",

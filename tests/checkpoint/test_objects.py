@@ -395,7 +395,7 @@ def test_plain_stores_forget_too(plain: ObjectStore, checkpoints: Path) -> None:
 
 @pytest.mark.parametrize("run_id", ["", "..", "../x", "a/../../b b", "a\nb", ".hidden", "a?b", "a#b", "-x"])
 def test_a_run_id_is_no_path(run_id: str) -> None:
-    with pytest.raises(UsageError, match="is no run's id that can be part of a key"):
+    with pytest.raises(UsageError, match="is not a run's id that can be part of a key"):
         run_key_prefix(run_id)
 
 

@@ -253,9 +253,9 @@ def header(frames: FramedConnection, kind: int, data: bytes, length: int | None 
         (lambda one: header(one, 2, b"right")[:7], "the connection ended in the middle of a frame"),
         (lambda one: b"", "the connection ended in the middle of the bytes"),
         (lambda one: header(one, 2, b"longer") + b"longer", "6 bytes came where 5 belong"),
-        (lambda one: header(one, 2, b"", length=1 << 31), "what came is no frame"),
-        (lambda one: header(one, 1, b"nonsense") + b"nonsense", "what came is no message"),
-        (lambda one: header(one, 1, b"[" * 90_000) + b"[" * 90_000, "what came is no message"),
+        (lambda one: header(one, 2, b"", length=1 << 31), "what came is not a frame"),
+        (lambda one: header(one, 1, b"nonsense") + b"nonsense", "what came is not a message"),
+        (lambda one: header(one, 1, b"[" * 90_000) + b"[" * 90_000, "what came is not a message"),
         (lambda one: header(one, 1, b'{"problem":"disk"}') + b'{"problem":"disk"}', "disk"),
     ],
 )

@@ -98,7 +98,7 @@ def test_what_is_not_known_is_not_promised() -> None:
 @pytest.mark.parametrize(
     ("count", "options", "said"),
     [
-        (4, {"survive": "pod"}, r"pod is no level of this fabric; use one of node, leaf"),
+        (4, {"survive": "pod"}, r"pod is not a level of this fabric; use one of node, leaf"),
         (1, {"survive": "node"}, r"one node alone; take more nodes"),
         (4, {"survive": "node", "scheme": "none"}, r"scheme: none; set scheme: auto"),
     ],

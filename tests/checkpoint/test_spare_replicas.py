@@ -192,7 +192,7 @@ def test_a_worker_that_died_finds_its_copies_and_clears_what_it_had_begun(four: 
 def test_an_order_that_makes_no_sense_is_told_to_the_host(four: Neighbours) -> None:
     bad = asdict(stamp_of(2, 6)) | {"generation": "../../x"}
     four.hosts["s"].say(kind="copy_parts", id=1, stamp=bad, nodes=["a"])
-    assert "is no generation" in four.hosts["s"].wait("worker_error")["why"]
+    assert "is not a generation" in four.hosts["s"].wait("worker_error")["why"]
 
 
 class Others:

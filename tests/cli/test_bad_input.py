@@ -149,11 +149,11 @@ def test_a_layout_that_does_not_come_out_even(
         ("resources.nodes=2", ["2 nodes cannot share 1 rank evenly", "use 1"]),
         ("resources.nodes=0", ["must be at least 1, not 0", "(nodes per attempt)"]),
         ("resources.gpus_per_node=-1", ["must be at least 0, not -1"]),
-        ("resources.time=4:xx", ["'4:xx' is no time; write 90m, 2h, 1d12h"]),
+        ("resources.time=4:xx", ["'4:xx' is not a time; write 90m, 2h, 1d12h"]),
         ("resources.time='0'", ["0 is no limit at all to Slurm; write UNLIMITED"]),
-        ("resources.mem=64Q", ["'64Q' is no amount of memory; write 512M, 1.5G or 64GiB, or 0 for all"]),
+        ("resources.mem=64Q", ["'64Q' is not an amount of memory; write 512M, 1.5G or 64GiB, or 0 for all"]),
         ("resources.exclude=n[3-1]", ["'n[3-1]' counts down from 3 to 1; write [1-3]"]),
-        ("resources.exclude=@all", ["'@all' is no host list; write names such as n01,n[03-08]"]),
+        ("resources.exclude=@all", ["'@all' is not a host list; write names such as n01,n[03-08]"]),
         ("resources.partition=''", ["must not be empty", "Slurm partition"]),
         ('resources.account="a\\nb"', ['"a\\nb" is not allowed (Slurm account)']),
         ("resources.memory=1G", ["unknown key; did you mean mem? allowed: nodes, gpus_per_node"]),
@@ -163,7 +163,10 @@ def test_a_layout_that_does_not_come_out_even(
         ("resources.sbatch.output=x", ["is set by hpcrun; leave it out"]),
         ("resources.sbatch.--comment=x", ['"--comment" is not allowed', "long names without dashes"]),
         ("resources.sbatch.Comment=x", ['"Comment" is not allowed']),
-        ("resources.sbatch.contiguous=false", ["false is no value", "true for one without a value", "null"]),
+        (
+            "resources.sbatch.contiguous=false",
+            ["false is not a value", "true for one without a value", "null"],
+        ),
         ("resources.sbatch.nice=1.5", ["must be text, a whole number, true or null, not a float"]),
         ('resources.sbatch.comment="a\\nb"', ["must be one line without control characters"]),
         ("modules=cuda", ['must be a list, not "cuda"', "cuda/12.4"]),
@@ -223,7 +226,7 @@ def test_a_key_or_value_that_cannot_be(override: str, parts: list[str], complain
         (
             "container:\n  image: a\n  mounts: [/a:/b, b]",
             "j.yaml:5 container.mounts.1",
-            ["'b' is no mount; write /SOURCE:/TARGET"],
+            ["'b' is not a mount; write /SOURCE:/TARGET"],
         ),
         ("secrets: {A: x}\nenv: {A: y}", "j.yaml:3 secrets.A", ["stands in env too; leave it in one"]),
         (
@@ -256,7 +259,7 @@ def test_a_secret_that_is_no_secret(complain: Complain, place: Path) -> None:
 def test_a_command_beside_what_it_takes_the_place_of(complain: Complain) -> None:
     Path("j.yaml").write_text(f"{PLAIN}command: [a]\ntrain: {{steps: 3}}\nparallel: {{zero: 1}}\n")
     assert complain("j.yaml") == [
-        f"j.yaml:{line} {key}: stands beside command, which trains by itself; leave one out"
+        f"j.yaml:{line} {key}: cannot be combined with command, which trains by itself; leave one out"
         for line, key in enumerate(["model", "data", "", "train", "parallel.zero"], start=1)
         if key
     ]
@@ -277,7 +280,9 @@ def test_an_unknown_section_in_an_override_is_not_blamed_on_the_file(complain: C
 )
 def test_a_word_that_is_no_override(word: str, complain: Complain) -> None:
     check(
-        complain("job.yaml", word), f'{HERE} "{word}"', "is no override; write key.path=value, for instance"
+        complain("job.yaml", word),
+        f'{HERE} "{word}"',
+        "is not an override; write key.path=value, for instance",
     )
 
 

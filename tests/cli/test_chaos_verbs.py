@@ -58,7 +58,7 @@ def run(runs_root: Path) -> RunDir:
         ("kill-rank RUN --rank 0 --signal STOP", "--signal: for SIGSTOP there are stop-rank and resume-rank"),
         ("kill-rank RUN --rank 2", "rank 2: RUN has no such rank; there are: 0 to 1"),
         ("kill-rank RUN --rank one", "Invalid value for '--rank'"),
-        ("stop-rank RUN --rank 0 --for 3x", "--for: '3x' is no time; write 90m"),
+        ("stop-rank RUN --rank 0 --for 3x", "--for: '3x' is not a time; write 90m"),
         ("stop-rank RUN --rank 0 --for UNLIMITED", "--for: UNLIMITED is longer than a day"),
         ("slow RUN --node NODE", "--for: is missing; slow needs it"),
         (
@@ -68,7 +68,7 @@ def run(runs_root: Path) -> RunDir:
         ("slow RUN --node n9 --for 1s", "node n9: is not a node of RUN; its ranks are on NODE"),
         ("fill-disk RUN --node NODE --for 1s", "--where: is missing; fill-disk needs it"),
         ("fill-disk RUN --node NODE --for 1s --where tmp", "--where: 'tmp' is not an absolute path"),
-        ("fill-disk RUN --node NODE --for 1s --where /tmp --leave much", "--leave: 'much' is no amount"),
+        ("fill-disk RUN --node NODE --for 1s --where /tmp --leave much", "--leave: 'much' is not an amount"),
         ("kill-agent RUN --node NODE", "RUN has no agents: its supervisor is on the one node of its ranks"),
         (
             "vanish RUN --node NODE",

@@ -66,7 +66,9 @@ def test_ls_tells_complete_from_damaged(saved_run: RunDir) -> None:
         (2, "complete"),
         (4, "damaged"),
     ]
-    assert found["damaged"] == [{"path": str(broken), "problem": f"{COMMIT_RECORD} is no record of a save"}]
+    assert found["damaged"] == [
+        {"path": str(broken), "problem": f"{COMMIT_RECORD} is not a record of a save"}
+    ]
     lines = run("ls", saved_run.path).stdout.splitlines()
     assert lines[0].startswith("step 2  16 samples  ")
     assert "  durable  2 ranks  complete  " in lines[0]
@@ -105,7 +107,7 @@ def test_verify_names_the_damage_and_an_older_whole_save(saved_run: RunDir) -> N
     assert "model.a[0:20, 0:16]: its bytes do not match their hash" in lines[1]
     assert lines[2:] == [
         "step 2: whole",
-        "newest whole save: step 2; train --resume goes on from there",
+        "newest whole save: step 2; train --resume resumes from there",
     ]
     flip(saved_run.checkpoints / "step-00000002" / "manifest.json", 200)
     none = run("verify", saved_run.path)

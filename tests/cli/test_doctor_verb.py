@@ -137,7 +137,7 @@ def test_reports_compared(tmp_path: Path) -> None:
         (["compare"], "0 report"),
         (["compare", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--root", "/nowhere"], "--root /nowhere: is not a directory"),
-        (["--nccl-version", "new"], "--nccl-version: 'new' is no release of NCCL"),
+        (["--nccl-version", "new"], "--nccl-version: 'new' is not a release of NCCL"),
         (["--since", "nowhere.json"], "nowhere.json: there is no such file"),
         (["--counters", "/nowhere/x.json"], "/nowhere/x.json: cannot be written"),
     ],

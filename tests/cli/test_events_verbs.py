@@ -232,7 +232,7 @@ def test_postmortem_writes_one_tar(
 def test_save_asks_and_waits(live: RunDir, capsys: Capture) -> None:
     assert call("save", live.id, "--wait", "--timeout", "1m") == 0
     told = capsys.readouterr()
-    assert "to save and go on\n" in told.out
+    assert "to save and continue\n" in told.out
     assert told.err == f"hpcrun: {live.id}: step 7 was saved in 0.5 s\n"
 
 

@@ -75,7 +75,7 @@ def test_lint_says_how_much_it_read(option: str, tmp_path: Path) -> None:
         path.write_bytes(content)
         result = CliRunner().invoke(tune, ["lint", option, str(path), "--nccl-version", "2.27.5"])
         told = f"{result.output} {result.exception}"
-        assert "is no NAME=VALUE" in told or "is not text" in told or "0 variables looked at" in told, name
+        assert "is not a NAME=VALUE" in told or "is not text" in told or "0 variables looked at" in told, name
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,7 @@ def test_the_list_of_one_state(gone: int, capsys: Capture) -> None:
     assert call("list", "--state", "failed") == 0
     assert "no runs in this state under" in capsys.readouterr().out
     assert call("list", "--state", "ded") == 2
-    assert "'ded' is no state; there are running, queued" in capsys.readouterr().err
+    assert "'ded' is not a state; there are running, queued" in capsys.readouterr().err
 
 
 def test_everything_about_a_run(gone: int, capsys: Capture) -> None:
@@ -425,7 +425,7 @@ def test_waiting_ends_with_the_run_or_at_the_time_out(
     assert call("wait", run.id, "--timeout", "1s") == 1
     assert f"not over after 1s: {run.id}" in capsys.readouterr().err
     assert call("wait", run.id, "--timeout", "soon") == 2
-    assert "--timeout: 'soon' is no time" in capsys.readouterr().err
+    assert "--timeout: 'soon' is not a time" in capsys.readouterr().err
     supervisor.kill()
     supervisor.wait()
     assert call("wait", run.id) == 5

@@ -127,7 +127,7 @@ def test_check_takes_a_path_and_a_profile(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["check", "nothing"], "nothing: no such template or file; there are: array, base,"),
-        (["check", "train", "--slurm-version", "new"], "--slurm-version new: is no release of Slurm"),
+        (["check", "train", "--slurm-version", "new"], "--slurm-version new: is not a release of Slurm"),
         (["check", "train", "--profile", "none.yaml"], "none.yaml: no such file"),
         (["show"], "no template given; write `hpcrun template show NAME`"),
         (["export", "train", "--to", "/proc/self/no"], "cannot be written"),

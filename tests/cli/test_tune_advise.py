@@ -90,7 +90,7 @@ def test_nothing_to_say_is_said(job: Path, words: list[str], note: str) -> None:
     ("words", "text"),
     [
         (["advise"], "no job file given"),
-        (["advise", "JOB", "--nccl-version", "x"], "--nccl-version: 'x' is no release of NCCL"),
+        (["advise", "JOB", "--nccl-version", "x"], "--nccl-version: 'x' is not a release of NCCL"),
         (
             ["checklist", "spectrum"],
             "spectrum: no such fabric; did you mean spectrum-x?; there are infiniband,",

@@ -115,22 +115,22 @@ def test_the_files_that_nccl_finds(home: Path, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("NCCL_IB_TC", "41")
     assert traffic_class()["where"] == "shell"
     monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "gone"))
-    assert "is no file here, and NCCL passes over that in silence" in call("lint").stdout
+    assert "is not a file here, and NCCL passes over that in silence" in call("lint").stdout
     monkeypatch.setenv("NCCL_TOPO_FILE", str(tmp_path / "gone.xml"))
     monkeypatch.setenv("NCCL_CONF_FILE", str(own))
     own.write_text(f"NCCL_TUNER_PLUGIN={tmp_path}/libnccl-tuner-x.so\nNCCL_DEBUG_FILE={tmp_path}/%p\n")
-    lines = [one for one in call("lint").stdout.splitlines() if " is no file here, and " in one]
+    lines = [one for one in call("lint").stdout.splitlines() if " is not a file here, and " in one]
     assert lines[0].startswith(
-        f"warning  shell NCCL_TOPO_FILE: '{tmp_path}/gone.xml' is no file here, and NCCL"
+        f"warning  shell NCCL_TOPO_FILE: '{tmp_path}/gone.xml' is not a file here, and NCCL"
     )
     assert lines[1].startswith(
-        f"warning  {own}:1 NCCL_TUNER_PLUGIN: '{tmp_path}/libnccl-tuner-x.so' is no file"
+        f"warning  {own}:1 NCCL_TUNER_PLUGIN: '{tmp_path}/libnccl-tuner-x.so' is not a file"
     )
     assert len(lines) == 2
     monkeypatch.delenv("NCCL_TOPO_FILE")
     named = call("lint", "--nccl-conf", DATA / "nccl-broken.conf")
     assert named.exit_code == EXIT_CHECK_FAILED
-    assert "nccl-broken.conf:2 NCCL_DEBUG: this is no shell" in named.stdout
+    assert "nccl-broken.conf:2 NCCL_DEBUG: this is not a shell" in named.stdout
 
 
 def test_a_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "NCCL_MIN_CHANNELS",
             "2.27.5",
-            "no variable of NCCL; read by nobody that we know; use NCCL_MIN_CTAS",
+            "no variable of NCCL; not read by anything we know; use NCCL_MIN_CTAS",
         ),
         ("NCCL_FASTRAK_X", "2.27.5", "no variable of NCCL; read by Google's TCPXO plugin"),
         ("NCCL_TUNING", "2.27.5", "no variable: a subsystem"),
@@ -277,12 +277,15 @@ def test_explanations_of_all_kinds(name: str, release: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("--nccl-version", "newest"), "--nccl-version: 'newest' is no release of NCCL; write it as 2.27.5"),
+        (
+            ("--nccl-version", "newest"),
+            "--nccl-version: 'newest' is not a release of NCCL; write it as 2.27.5",
+        ),
         (("--script", "gone.sbatch"), "gone.sbatch: no such file"),
         (("--nccl-conf", "gone.conf"), "gone.conf: no such file"),
         (("--env", "gone.env"), "gone.env: no such file"),
         (("--container-env", "/proc/self/mem"), "cannot be read"),
-        (("--env", DATA / "job.sbatch"), "is no NAME=VALUE"),
+        (("--env", DATA / "job.sbatch"), "is not a NAME=VALUE"),
         (("gone.yaml",), "gone.yaml: no such file"),
     ],
 )
@@ -292,7 +295,7 @@ def test_what_cannot_be_read_is_one_line(words: tuple[str | Path, ...], told: st
 
 @pytest.mark.parametrize("name", ["", "a b", "x\ny", "é", "NCCL-IB", "NCCL_IB_TC=106"])
 def test_what_is_no_name_is_one_line(name: str) -> None:
-    assert "is no name of a variable; write letters, digits and _" in refused("explain", name)
+    assert "is not a name of a variable; write letters, digits and _" in refused("explain", name)
 
 
 @pytest.mark.process

@@ -96,7 +96,7 @@ def test_another_version_of_nccl(tmp_path: Path) -> None:
     assert old["rows"][0]["algbw_GBps"] == pytest.approx(2 * new["rows"][0]["algbw_GBps"], rel=0.01)
     assert old["notes"] == []
     assert ancient["notes"] == ["the constants are those of NCCL 2.30.7; NCCL 2.19 has some others"]
-    assert "--nccl-version: 'two' is no release" in refused(*words, "--nccl-version", "two")
+    assert "--nccl-version: 'two' is not a release" in refused(*words, "--nccl-version", "two")
 
 
 def test_mpi_on_a_network_that_was_measured() -> None:

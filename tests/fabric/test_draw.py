@@ -156,7 +156,7 @@ def test_what_stands_in_a_name_stays_text() -> None:
 @pytest.mark.parametrize(
     ("axis", "ranks", "message"),
     [
-        ("ep", 2, "ep: is no axis of the mesh; use pp, dp_replicate, dp_shard, cp, tp, dp"),
+        ("ep", 2, "ep: is not an axis of the mesh; use pp, dp_replicate, dp_shard, cp, tp, dp"),
         ("tp", 3, "placement: has 3 ranks, but tp 2 is 2"),
     ],
 )

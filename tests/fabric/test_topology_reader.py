@@ -156,8 +156,8 @@ def test_a_table() -> None:
     ("table", "message"),
     [
         ({"leaf1": 3}, "topology.table leaf1: must be a list of nodes"),
-        ({"leaf 1": "n1"}, "topology.table: 'leaf 1' is no name of a switch"),
-        ({"leaf1": "n[1"}, r"topology.table SwitchName=leaf1 Nodes: 'n\[1' is no host list"),
+        ({"leaf 1": "n1"}, "topology.table: 'leaf 1' is not a name of a switch"),
+        ({"leaf1": "n[1"}, r"topology.table SwitchName=leaf1 Nodes: 'n\[1' is not a host list"),
         ({"a": {"l": "n1"}, "b": {"l": "n2"}}, "topology.table SwitchName=l: stands twice"),
         ({"a": {"a": "n1"}}, "topology.table SwitchName=a: stands twice"),
     ],
@@ -264,7 +264,7 @@ def test_where_no_topology_is_known_it_says_why(name: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("truncated.txt", "truncated.txt:2 SwitchName=leaf2 Nodes: 'n[05-' is no host list"),
+        ("truncated.txt", "truncated.txt:2 SwitchName=leaf2 Nodes: 'n[05-' is not a host list"),
         ("downwards.txt", "downwards.txt:1 SwitchName=leaf1 Nodes: 'n[04-01]' counts down from 04 to 01"),
         ("circle.conf", "circle.conf:4 SwitchName=c: the switches go round in a circle, a > b > c > a"),
         ("itself.conf", "itself.conf:2 SwitchName=spine: is listed below itself"),
@@ -378,7 +378,7 @@ def test_names_and_features() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "message"), [("(", "is no regular expression"), (r"rack\d+", "has no group `leaf`")]
+    ("pattern", "message"), [("(", "is not a regular expression"), (r"rack\d+", "has no group `leaf`")]
 )
 def test_mistakes_in_the_pattern(pattern: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
@@ -480,7 +480,7 @@ def test_where_slurm_knows_nothing_the_order_is_plain_and_the_reason_is_given() 
         (find_fabric(None, live("22.05.8", topology=""), None), "`scontrol show topology` said: nothing"),
         (
             find_fabric(None, live("22.05.8", topology=content(ODD / "truncated.txt")), None),
-            "is no host list",
+            "is not a host list",
         ),
     ]
     for fabric, reason in cases:

@@ -205,7 +205,7 @@ say(error=str(job.exception()), script=job.files.script.read_text(), attempts=le
     )
     assert "#SBATCH --requeue\n" in found["script"]
     assert found["attempts"] == 2
-    assert " is saved: saved; go on with: hpcrun submit --resume function-" in found["error"]
+    assert " is saved: saved; continue with: hpcrun submit --resume function-" in found["error"]
     assert "not tried again: retry.time_limit allows 1, and 1 have been used" in found["error"]
 
 

@@ -145,7 +145,7 @@ def test_who_took_over_is_asked_to_save_and_to_stop(desk: Desk) -> None:
     desk.until(lambda: len(steps(run)) > 6, run)
     desk.lab.node("n01").power_off()
     desk.until(lambda: any(line.get("attempt") == 2 for line in read_json_lines(run.metrics)), run)
-    assert "to save and go on" in desk.hpcrun("save", run.id).stdout
+    assert "to save and continue" in desk.hpcrun("save", run.id).stdout
     desk.until(lambda: any(line.get("kind") == "save" for line in read_json_lines(run.metrics)), run)
     state = json.loads(desk.hpcrun("status", run.id, "--json").stdout)
     assert (state["state"], state["attempt"]) == ("running", 2)

@@ -268,7 +268,7 @@ def test_where_too_few_nodes_are_left_the_job_is_queued_again_but_not_for_ever(
     assert (outcome.status, outcome.exit_code, outcome.attempt) == ("failed", 3, 1)
     assert outcome.message == (
         "preflight: 2 nodes are needed, and 1 is left: n02: space: /tmp: 0 B are free; n03: nic: mlx5_0:"
-        " port 1 is 1: DOWN (to go on all the same: preflight=[space, nic] leaves these checks out)"
+        " port 1 is 1: DOWN (to continue anyway: preflight=[space, nic] leaves these checks out)"
     )
     assert requeues.read_text() == "61\nExcNodeList=n[02-03,19-20]\n"
     assert "job 61 now excludes n[02-03,19-20]" in observer.notes

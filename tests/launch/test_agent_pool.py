@@ -274,7 +274,7 @@ def test_last_words_are_those_that_were_said_to_this_supervisor(place: Place) ->
     assert member.last_words() == ""
     with log.open("a") as file:
         file.write("Out of memory\n")
-    assert member.last_words() == "; it said last: Out of memory"
+    assert member.last_words() == "; last output: Out of memory"
 
 
 def test_whoever_loses_most_of_its_agents_waits_for_a_successor(place: Place) -> None:

@@ -107,7 +107,7 @@ def test_a_script_that_was_submitted_by_hand_is_refused_in_one_line(
     by_hand(monkeypatch)
     assert batch_task.run_submitted(str(run.submitit)) == 2
     first, second = capfd.readouterr().err.splitlines()
-    assert "this is no job; submit the run with `hpcrun submit --resume" in first
+    assert "this is not a job; submit the run with `hpcrun submit --resume" in first
     assert "job 77 was not submitted by hpcrun" in second
     assert run.read_exit() is None, "the run's own job may still wait"
 

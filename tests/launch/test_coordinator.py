@@ -203,7 +203,7 @@ def test_a_node_whose_worker_refuses_is_not_waited_for_and_says_why(
 def test_where_every_save_is_damaged_nothing_starts(site: Site) -> None:
     saved = save(site.run.checkpoints, 5)
     (saved.path / "data-00000.bin").write_bytes(b"")
-    with pytest.raises(SiteError, match=r"no save can be gone on from: .*step-00000005: is damaged"):
+    with pytest.raises(SiteError, match=r"no save can be resumed from: .*step-00000005: is damaged"):
         site.prepare()
 
 
@@ -212,7 +212,7 @@ def test_a_loss_that_must_be_survived_is_refused_at_first_and_made_do_without_la
     with pytest.raises(UsageError, match="survive"):
         site.coordinator._sets(site.run.attempt(1), Placement(NODES), {})
     assert site.coordinator._sets(site.run.attempt(2), Placement(NODES), {}).sets == (NODES,)
-    assert site.notes[0].endswith("this attempt goes on without that")
+    assert site.notes[0].endswith("this attempt continues without that")
 
 
 def test_a_tier_has_a_generation_when_all_nodes_have_stored_it(site: Site) -> None:

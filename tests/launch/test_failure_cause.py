@@ -94,7 +94,7 @@ def test_a_launcher_that_ends_by_itself(attempt: Attempt) -> None:
     attempt.launcher_log.write_text("[proxy] unable to bind\n\n")
     failure = explain_failure(attempt, 2, [], LauncherEnded(255 << 8, 10.0))
     assert failure.message == (
-        "mpiexec ended with exit code 255 before the run was done; it said last: [proxy] unable to bind;"
+        "mpiexec ended with exit code 255 before the run was done; last output: [proxy] unable to bind;"
         f" log: {attempt.launcher_log}"
     )
     assert failure.exit_code == 5

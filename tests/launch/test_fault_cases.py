@@ -123,7 +123,7 @@ def test_an_agent_that_does_not_start_is_named_with_its_last_words(monkeypatch: 
     with pytest.raises(SiteError) as refused:
         start_agents(SILENT, broken)
     assert str(refused.value).startswith(
-        "the agent of node n2 did not start; it said last: srun: error: n2: task 0: cannot create step; log: "
+        "the agent of node n2 did not start; last output: srun: error: n2: task 0: cannot create step; log: "
     )
 
 

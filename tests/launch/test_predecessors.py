@@ -101,7 +101,7 @@ def test_a_run_that_did_not_end_well_starts_nothing_whatever_slurm_says(
     state = read_run_state(run)
     assert (state.state, state.is_over, state.code) == ("cancelled", True, 130)
     assert state.message == (
-        f"not started: {first.id} is {status}: as it said; to start it all the same: hpcrun submit --resume"
+        f"not started: {first.id} is {status}: as it said; to start it anyway: hpcrun submit --resume"
         f" {run.id}"
     )
     assert notes == [state.message]

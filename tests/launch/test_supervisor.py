@@ -181,7 +181,7 @@ def test_a_stop_before_there_are_ranks_ends_the_run_at_once(
         monkeypatch.setattr(*place, stopped_there)
     outcome = site.run("wait", before=send(signal.SIGTERM) if phase == "before" else lambda: None)
     assert (outcome.status, outcome.exit_code) == ("saved", 75)
-    assert "SIGTERM: stopped before the ranks were started; go on with: hpcrun train" in outcome.message
+    assert "SIGTERM: stopped before the ranks were started; continue with: hpcrun train" in outcome.message
     ended = outcome.run.read_exit()
     assert ended is not None
     assert (ended["status"], ended["exit_code"]) == ("saved", 75)

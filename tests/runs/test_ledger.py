@@ -40,7 +40,7 @@ def test_the_clock_of_rank_0_s_host_may_be_another_than_the_supervisor_s(ahead_s
         assert skewed.buckets[name] == pytest.approx(seconds, abs=6.0), name
     del run.events[-4:]
     going = run.account(now=run.now)
-    assert going.wall_s == pytest.approx(straight.wall_s), "it goes on, and that is no time of the future"
+    assert going.wall_s == pytest.approx(straight.wall_s), "it goes on, and that is not a time of the future"
 
 
 def close(found: GoodputLedger, truth: dict[str, float]) -> None:

@@ -208,7 +208,7 @@ def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
     said = "\n".join(bundle.left_out)
     assert "attempts/1/logs/rank-0.log: Too many levels of symbolic links" in said
     assert "attempts/1/run.secret: by its name it holds a secret" in said
-    assert "attempts/1/logs/pipe.log: is no regular file" in said
+    assert "attempts/1/logs/pipe.log: is not a regular file" in said
     assert "job.json: is damaged" in found["slurm.txt"]
     assert "== first cause\ncannot be told: " in found["summary.txt"]
 

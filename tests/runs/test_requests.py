@@ -100,7 +100,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 
 def test_a_process_here_is_asked_by_a_signal(supervisor: subprocess.Popen[str]) -> None:
     run = begin(make(), **here(supervisor))
-    assert request_save(run).lines == [f"{run.id}: asked pid {supervisor.pid} to save and go on"]
+    assert request_save(run).lines == [f"{run.id}: asked pid {supervisor.pid} to save and continue"]
     assert supervisor.stdout is not None
     assert supervisor.stdout.readline() == "SIGUSR1\n"
     assert cancel_run(run) == [f"{run.id}: asked pid {supervisor.pid} to save and stop"]
@@ -110,7 +110,7 @@ def test_a_process_here_is_asked_by_a_signal(supervisor: subprocess.Popen[str]) 
 def test_a_job_is_asked_through_its_batch_shell(slurm: Slurm) -> None:
     run = begin(make(SubmissionRecord(1.0, job=7, cluster="north")), job=7)
     slurm.queue(("7", "RUNNING"))
-    assert request_save(run).lines == [f"{run.id}: asked job 7 to save and go on"]
+    assert request_save(run).lines == [f"{run.id}: asked job 7 to save and continue"]
     assert slurm.cancelled == ["scancel --state=RUNNING --batch --signal=USR1 -M north 7"]
     assert cancel_run(run) == [f"{run.id}: job 7 was asked to save and stop"]
     assert slurm.cancelled[1:] == ["scancel --state=RUNNING --batch --signal=TERM -M north 7"]
@@ -126,7 +126,7 @@ def test_who_has_taken_over_is_asked_on_its_node(slurm: Slurm, supervisor: subpr
         'while [ "$1" != sh ]; do shift; done\nexec "$@"\n'
     )
     slurm.path.joinpath("srun").chmod(0o755)
-    assert request_save(run).lines == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and go on"]
+    assert request_save(run).lines == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and continue"]
     assert supervisor.stdout is not None
     assert supervisor.stdout.readline() == "SIGUSR1\n"
     assert cancel_run(run) == [f"{run.id}: asked pid {supervisor.pid} on n02 to save and stop"]
@@ -149,7 +149,7 @@ def test_of_a_sweep_only_elements_that_have_begun_are_asked(slurm: Slurm) -> Non
         begin(run.element(number), job=10 + number)
     write_json(run.element(3).attempt(1).outcome, {"status": "saved"})
     asked = request_save(run)
-    assert asked.lines == [f"{run.id}: asked job 9_0, 9_2 to save and go on"]
+    assert asked.lines == [f"{run.id}: asked job 9_0, 9_2 to save and continue"]
     assert list(asked.answers) == [run.element(0), run.element(2)]
     assert slurm.cancelled == ["scancel --state=RUNNING --batch --signal=USR1 9_0 9_2"]
 

@@ -452,9 +452,9 @@ def test_a_run_is_found_by_its_job(squeue: Squeue) -> None:
     for word, told in {
         "8": "no such run",
         f"{many.id}/3": "there are 0 to 2",
-        f"{one.id}/0": "is no sweep",
+        f"{one.id}/0": "is not a sweep",
         "9_99": f"{many.id}/100: there is no such element; there are 0 to 2",
-        "7_0": f"{one.id} is no sweep, so it has no elements",
+        "7_0": f"{one.id} is not a sweep, so it has no elements",
     }.items():
         with pytest.raises(UsageError, match=told):
             find_run(word)
@@ -509,7 +509,9 @@ def test_the_root_is_that_of_the_profile(
 
 def test_a_root_that_names_an_unset_variable_is_told_with_file_and_line(no_root: Path) -> None:
     (no_root / "a.yaml").write_text("name: a\nroot: $NO_SUCH_PLACE/runs\n")
-    with pytest.raises(UsageError, match=r"a\.yaml:2 root: '\$NO_SUCH_PLACE/runs' is no absolute path here"):
+    with pytest.raises(
+        UsageError, match=r"a\.yaml:2 root: '\$NO_SUCH_PLACE/runs' is not an absolute path here"
+    ):
         runs_root()
 
 

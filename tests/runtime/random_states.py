@@ -121,7 +121,7 @@ class Masters(torch.optim.Optimizer):
 
 
 class Noted(torch.nn.Module):
-    """A module with a state that is no tensor."""
+    """A module with a state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -349,7 +349,7 @@ def test_a_damaged_save_is_passed_over_and_refused_when_it_is_the_last(laborator
     (line,) = [line for line in again.stderr.splitlines() if "passed over" in line]
     assert f"{save}/data-00000.bin at" in line
     assert "do not match their hash" in line
-    assert "goes on from step 2; 2 saved steps are lost" in again.stderr
+    assert "resumes from step 2; 2 saved steps are lost" in again.stderr
     names = sorted(path.name.partition(".")[0] for path in ended.run.checkpoints.iterdir())
     assert names == ["damaged-step-00000004", "step-00000002", "step-00000004"]
     assert again.losses() == losses

@@ -272,7 +272,7 @@ def test_an_attackers_run_is_never_taken_for_mine() -> None:
         assert [run.path for run in all_runs()] == [mine]
         for word in ("./4242", "4242/", f"./{mine.name}", "/tmp/cwd/4242", "4242/elements/0", "4242/0"):
             with pytest.raises(
-                UsageError, match=f"belongs to user {ATTACKER}, not to you|no such|is no sweep"
+                UsageError, match=f"belongs to user {ATTACKER}, not to you|no such|is not a sweep"
             ):
                 find_run(word, use="act")
         assert find_run("./4242").path == Path("/tmp/cwd/4242")

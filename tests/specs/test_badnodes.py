@@ -86,10 +86,10 @@ def test_they_lie_beside_the_profiles(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("n03 is slow", 'is no entry; write {"node": "n01", "reason": "ECC errors"}'),
-        ("[" * 100_000, "is no entry"),
-        ('["n03"]', "is no entry"),
-        ('{"node": "n03", "reas', "is no entry"),
+        ("n03 is slow", 'is not an entry; write {"node": "n01", "reason": "ECC errors"}'),
+        ("[" * 100_000, "is not an entry"),
+        ('["n03"]', "is not an entry"),
+        ('{"node": "n03", "reas', "is not an entry"),
         ('{"reason": "slow"}', "node: is missing"),
         ('{"node": 3, "reason": "slow"}', "node: 3 is not one line of text"),
         ('{"node": "n03"}', "reason: is missing"),
@@ -97,12 +97,12 @@ def test_they_lie_beside_the_profiles(tmp_path: Path, monkeypatch: pytest.Monkey
         ('{"node": "n03", "reason": "\\ud800"}', "is not one line of text"),
         ('{"node": "n03", "reason": "  "}', "is not one line of text"),
         ('{"node": "switch{a}", "reason": "x"}', "node: 'switch{a}' names a switch"),
-        ('{"node": "@all", "reason": "x"}', "node: '@all' is no host list"),
-        ('{"node": "_n1", "reason": "x"}', "'_n1' is no host name"),
+        ('{"node": "@all", "reason": "x"}', "node: '@all' is not a host list"),
+        ('{"node": "_n1", "reason": "x"}', "'_n1' is not a host name"),
         ('{"node": "(null)", "reason": "x"}', "node: names no node"),
-        ('{"node": "n03", "reason": "x", "until": "7d"}', "until: '7d' is no time; write 2026-12-01 or"),
+        ('{"node": "n03", "reason": "x", "until": "7d"}', "until: '7d' is not a time; write 2026-12-01 or"),
         ('{"node": "n03", "reason": "x", "until": 5}', "until: 5 is not one line of text"),
-        ('{"node": "n03", "reason": "x", "since": "0001-01-01"}', "since: '0001-01-01' is no time"),
+        ('{"node": "n03", "reason": "x", "since": "0001-01-01"}', "since: '0001-01-01' is not a time"),
     ],
 )
 def test_a_damaged_line_is_told_and_costs_no_other(path: Path, line: str, told: str) -> None:
@@ -195,8 +195,8 @@ def test_a_date_counts_whole() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("soon", "--until: 'soon' is no time; write 90m, 2h"),
-        ("2026-13-01", "--until: '2026-13-01' is no time; write 2026-12-01 or"),
+        ("soon", "--until: 'soon' is not a time; write 90m, 2h"),
+        ("2026-13-01", "--until: '2026-13-01' is not a time; write 2026-12-01 or"),
         ("2026-11-01", "--until: 2026-11-01 does not lie ahead; write 12h, 7d, or a date to come"),
         ("0", "--until: Slurm takes 0 for no limit"),
         ("4:00", "--until: 4:00 is 4 minutes; write 4:00:00"),

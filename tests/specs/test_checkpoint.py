@@ -14,8 +14,12 @@ STORE = "object: {url: 's3://b/p', every: %d}"
 @pytest.mark.parametrize(
     ("section", "key", "words"),
     [
-        ("memory: 2, every: 20, durable: {every: 50}", "durable.every", "50 is no multiple .* use 40 or 60"),
-        ("memory: 2, every: 20, durable: {every: 5}", "durable.every", "5 is no multiple .* use 20"),
+        (
+            "memory: 2, every: 20, durable: {every: 50}",
+            "durable.every",
+            "50 is not a multiple .* use 40 or 60",
+        ),
+        ("memory: 2, every: 20, durable: {every: 5}", "durable.every", "5 is not a multiple .* use 20"),
         (f"memory: 1, every: 20, {STORE % 30}", "object.every", r"\(checkpoint.every 20\); use 20 or 40"),
         (
             f"memory: 1, every: 20, durable: {{every: 40}}, {STORE % 60}",
@@ -37,7 +41,7 @@ STORE = "object: {url: 's3://b/p', every: %d}"
         (
             "memory: 2, replicate_to_spares: true",
             "replicate_to_spares",
-            "resources.spares is 0, and nobody could hold copies",
+            "resources.spares is 0, and no node could hold copies",
         ),
         ("durability_action: stop", "durability_action", "give checkpoint.max_durable_age"),
         ("every: 7, keep_every: 300", "keep_every", "every 7 steps, and 1000 in all"),
@@ -95,5 +99,5 @@ def test_what_can_work_is_taken(section: str) -> None:
 def test_a_command_has_saves_in_memory_where_it_asks_for_them() -> None:
     job = parse_job("command: [python, own.py]\ncheckpoint: {memory: 2}\n", "job.yaml")
     assert job.spec.checkpoint.memory == 2
-    with pytest.raises(SpecError, match="checkpoint: stands beside command"):
+    with pytest.raises(SpecError, match="checkpoint: cannot be combined with command"):
         parse_job("command: [python, own.py]\ncheckpoint: {every: 2}\n", "job.yaml")

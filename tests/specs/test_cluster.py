@@ -68,7 +68,7 @@ def test_a_name_is_enough() -> None:
         ),
         (
             "name: a\npartitions:\n  gpu:\n    mem_per_node: lots\n",
-            "gpu.mem_per_node: 'lots' is no amount of",
+            "gpu.mem_per_node: 'lots' is not an amount of",
         ),
         (
             "name: a\ntopology:\n  levels:\n    - {name: leaf, bandwidth_GBps: 0}\n",

@@ -108,7 +108,7 @@ def test_what_cannot_be_meant(overrides: tuple[str, ...], key: str, text: str) -
 
 
 def test_a_command_shares_its_own_batch() -> None:
-    with pytest.raises(SpecError, match="elastic: stands beside command"):
+    with pytest.raises(SpecError, match="elastic: cannot be combined with command"):
         parse_job("command: [a]\n", "job.yaml", ("elastic={}", "parallel.dp_shard=2"))
 
 
@@ -135,7 +135,7 @@ def test_the_plan_of_an_attempt_is_one_of_the_job_s(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=r"but the job makes .*start the run again"):
             read_attempt_plan(path, resolved.spec, whole)
     path.write_text("{}")
-    with pytest.raises(UsageError, match="is no plan of this version"):
+    with pytest.raises(UsageError, match="is not a plan of this version"):
         read_attempt_plan(path, resolved.spec, whole)
     path.unlink()
     with pytest.raises(UsageError, match="is missing"):

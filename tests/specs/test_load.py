@@ -96,7 +96,10 @@ def test_a_hugging_face_directory_gives_sizes_and_weights(tmp_path: Path) -> Non
     with pytest.raises(SpecError) as caught:
         load_job(tmp_path / "job.yaml")
     place = f"{tmp_path}/job.yaml:3 model.layers"
-    assert str(caught.value) == f"{place}: stands beside model.hf, which says 2; leave one of the two out"
+    assert (
+        str(caught.value)
+        == f"{place}: cannot be combined with model.hf, which says 2; leave one of the two out"
+    )
     job = load_job(tmp_path / "job.yaml", ["model.layers=2"])
     assert job.spec.model is not None
     assert (job.spec.model.layers, job.spec.model.weights) == (2, str(tmp_path / "tiny"))
@@ -233,7 +236,7 @@ def test_a_contradiction_is_reported_beside_simple_mistakes_in_other_sections() 
         ("{preset: [demo]}", "model.preset: a list is not known"),
         ("{preset: demo, layers: x}", 'model.layers: must be a whole number, not "x"'),
         ("{preset: dmo, layers: x}", 'model.layers: must be a whole number, not "x"'),
-        ("{preset: demo, hf: x}", "model.hf: stands beside preset; use one of the two"),
+        ("{preset: demo, hf: x}", "model.hf: cannot be combined with preset; use one of the two"),
         ("{hf: 3}", "model.hf: must be the path of a directory, not 3"),
         ("{hf: ''}", 'model.hf: must be the path of a directory, not ""'),
         ("{hf: /nowhere}", "model.hf: /nowhere/config.json does not exist"),

@@ -186,7 +186,7 @@ def test_a_plan_reads_back_from_json_and_describes_itself() -> None:
         ("train.steps=5 train.profile={start: 6}", "train.profile.start: 6 comes after the last step 5"),
         (
             "parallel.tp=2 train.profile={start: 1, ranks: [0, 2]}",
-            "train.profile.ranks: 2 is no rank of this job; use 0 to 1",
+            "train.profile.ranks: 2 is not a rank of this job; use 0 to 1",
         ),
     ],
 )

@@ -85,9 +85,9 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path / "absent").startswith(
         "cannot be read: No such file or directory; write the value"
     )
-    assert refused(tmp_path) == "is no regular file; give a file that holds the value"
+    assert refused(tmp_path) == "is not a regular file; give a file that holds the value"
     os.mkfifo(tmp_path / "pipe", 0o600)
-    assert refused(tmp_path / "pipe") == "is no regular file; give a file that holds the value"
+    assert refused(tmp_path / "pipe") == "is not a regular file; give a file that holds the value"
 
 
 def test_behind_a_link_the_file_itself_counts(tmp_path: Path, secret: Callable[..., Path]) -> None:

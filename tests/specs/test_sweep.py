@@ -329,7 +329,7 @@ def test_the_record_of_a_sweep_reads_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "is no sweep"),
+        (None, "is not a sweep"),
         ("{", "is damaged: "),
         ("{}", "is damaged: not a list"),
         ("[1]", "is damaged: not a"),

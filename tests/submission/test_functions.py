@@ -143,7 +143,7 @@ def _deep() -> None:
         (os.abort, (), "failed", "was killed by signal 6"),
         (sys.exit, (3,), "failed", "ended with exit code 3"),
         (threading.Lock, (), "failed", "cannot pickle"),
-        (sys.exit, (75,), "saved", "go on with: hpcrun"),
+        (sys.exit, (75,), "saved", "continue with: hpcrun"),
     ],
 )
 def test_a_function_that_does_not_return_has_no_result(
@@ -235,7 +235,7 @@ def test_a_function_that_can_save_goes_on_from_there(tmp_path: Path) -> None:
     until(tmp_path / "up")
     assert not job.done()
     job.cancel()
-    assert "is saved: saved; go on with: hpcrun " in str(job.exception())
+    assert "is saved: saved; continue with: hpcrun " in str(job.exception())
     submit_job(SubmissionRequest(resume=job.files), lambda _: None)
     assert job.result() == 7
 
@@ -243,7 +243,7 @@ def test_a_function_that_can_save_goes_on_from_there(tmp_path: Path) -> None:
 def test_a_function_that_is_asked_to_stop_is_interrupted_and_closes_what_it_has_open(tmp_path: Path) -> None:
     job = hpcrun.submit(_sleep, str(tmp_path), spec=LOCAL)
     until(tmp_path / "up")
-    with pytest.raises(UsageError, match="is a function, which nobody can ask to save"):
+    with pytest.raises(UsageError, match="is a function, which cannot be asked to save"):
         request_save(job.files)
     job.cancel()
     assert "stopped by SIGTERM, as asked, without a save" in str(job.exception())

@@ -624,7 +624,7 @@ def test_a_thousand_nodes_in_slurm_s_own_folding_are_placed(slurm: Fake) -> None
     ("racks", "said"),
     [
         ("slurm_load_topo error: Zero Bytes were transmitted", "said: slurm_load_topo error"),
-        ("SwitchName=leaf1 Nodes=cn[001-", "SwitchName=leaf1 Nodes: 'cn[001-' is no host list"),
+        ("SwitchName=leaf1 Nodes=cn[001-", "SwitchName=leaf1 Nodes: 'cn[001-' is not a host list"),
         ("SwitchName=a Switches=b\nSwitchName=b Switches=a", "go round in a circle"),
     ],
 )
@@ -1016,7 +1016,7 @@ def test_a_loss_that_so_few_nodes_cannot_survive_is_refused(slurm: Fake) -> None
     racks = "SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[01-02]\nSwitchName=leaf2 Level=0 Nodes=n[03-04]\n"
     live(slurm, racks=racks + "SwitchName=top Level=1 Nodes=n[01-04] Switches=leaf[1-2]\n")
     refused = dry_run(ask(JOB + SURVIVE.replace("leaf", "rack"), *two), lambda _: None).refused
-    assert "rack is no level of this fabric; use one of node, leaf" in str(refused[0])
+    assert "rack is not a level of this fabric; use one of node, leaf" in str(refused[0])
 
 
 def test_a_root_that_may_not_be_written_is_refused_as_on_the_node(

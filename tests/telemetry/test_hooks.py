@@ -161,7 +161,7 @@ def test_a_failure_is_told_once_until_it_has_worked_again(
     hooks.close()
     out, err = capfd.readouterr()
     told = [line for line in err.splitlines() if "hook" in line]
-    assert len([line for line in told if "ended with exit code 1: no room; the run goes on" in line]) == 2
+    assert len([line for line in told if "ended with exit code 1: no room; the run continues" in line]) == 2
     assert len([line for line in told if "no-such-program: cannot be run" in line]) == 1
     assert out.count("ended with exit code 1") == 4
 

@@ -223,7 +223,7 @@ def test_what_cannot_be_written_is_counted_and_told_once(
     told = [line for line in capfd.readouterr().err.splitlines() if "exporter" in line]
     assert len(told) == 1
     assert f"{folder}" in told[0]
-    assert told[0].endswith("No such file or directory; the run goes on")
+    assert told[0].endswith("No such file or directory; the run continues")
     folder.mkdir()
     exporter.turn()
     exporter._written = float("-inf")

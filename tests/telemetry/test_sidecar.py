@@ -134,7 +134,7 @@ def test_a_sink_that_dies_is_started_again_so_many_times(
     assert outcome.exit_code == 75
     told = [line for line in capfd.readouterr().err.splitlines() if "wandb has failed" in line]
     assert len(told) == 2
-    assert "it is started again, the run goes on" in told[0]
+    assert "it is started again, the run continues" in told[0]
     assert "broken installation 3 times; it is not started again" in told[1]
 
 
@@ -144,7 +144,7 @@ def test_a_package_that_is_not_there_is_told_at_the_start(site: Site, lib: Path)
     observer = Recorder()
     assert site.run("done", "telemetry.wandb={}", observer=observer).exit_code == 0
     (told,) = [note for note in observer.notes if "telemetry" in note]
-    assert told.startswith(f"telemetry.wandb: {sys.executable} has no package wandb; the run goes on")
+    assert told.startswith(f"telemetry.wandb: {sys.executable} has no package wandb; the run continues")
     assert told.endswith("pip install wandb")
 
 
@@ -160,7 +160,7 @@ def test_a_place_that_cannot_be_written_is_no_hindrance(site: Site, monkeypatch:
     run.path.mkdir()
     with telemetry_session(run, spec, Place(), observer.note):
         pass
-    assert observer.notes == ["telemetry: [Errno 12] Cannot allocate memory; the run goes on without it"]
+    assert observer.notes == ["telemetry: [Errno 12] Cannot allocate memory; the run continues without it"]
 
 
 def test_who_looks_after_the_rest_may_die_too(site: Site) -> None:

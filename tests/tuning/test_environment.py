@@ -203,7 +203,7 @@ def test_the_environment_of_an_image() -> None:
         ("{", "begins like JSON"),
         ('{"Config": {}}', "holds no list"),
         ("[1, 2]", "holds no list"),
-        ("NCCL_A: 1", "x:1: 'NCCL_A: 1' is no NAME=VALUE"),
+        ("NCCL_A: 1", "x:1: 'NCCL_A: 1' is not a NAME=VALUE"),
         ("[" * 100_000, "begins like JSON"),
     ],
 )
@@ -233,13 +233,13 @@ def test_a_configuration_file_is_read_as_nccl_reads_it() -> None:
         for fault in one.faults
     }
     assert told == {
-        ("NCCL_DEBUG", "error", "this is no shell: `export` becomes part of the name"),
+        ("NCCL_DEBUG", "error", "this is not a shell: `export` becomes part of the name"),
         ("NCCL_IB_TC", "error", "the blank is part of the name"),
         ("NCCL_IB_TC", "warning", "the blank is part of the value"),
         ("NCCL_SOCKET_IFNAME", "error", "the quotes are part of the value"),
         ("# indented", "error", "has no `=` and is passed over"),
         ("NCCL_IB_SL", "error", "a comment behind the value is part of it"),
-        ("NCCL_TOPO_FILE", "error", "this is no shell: $ is not replaced"),
+        ("NCCL_TOPO_FILE", "error", "this is not a shell: $ is not replaced"),
         ("NCCL_NVLS_ENABLE", "error", "has no `=` and is passed over"),
         (
             "NCCL_IB_TIMEOUT",

@@ -163,7 +163,7 @@ def lines(report: LintReport) -> str:
             "2.27.5",
             "note FASTRAK_NUM_FLOWS: is not read by NCCL but by Google's TCPXO",
         ),
-        ("NVLS=1", "2.27.5", "error NVLS: is no variable but a subsystem"),
+        ("NVLS=1", "2.27.5", "error NVLS: is not a variable but a subsystem"),
         (
             "TREE_THRESHOLD=0",
             "2.27.5",

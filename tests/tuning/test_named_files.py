@@ -39,13 +39,13 @@ def told(root: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("conf", "said"),
     [
-        ("NCCL_TOPO_FILE=/x/none.xml", "warning NCCL_TOPO_FILE: '/x/none.xml' is no file here, and"),
+        ("NCCL_TOPO_FILE=/x/none.xml", "warning NCCL_TOPO_FILE: '/x/none.xml' is not a file here, and"),
         ("NCCL_TOPO_FILE=/x/empty", "warning NCCL_TOPO_FILE: '/x/empty' is empty, and NCCL passes over that"),
         ("NCCL_TOPO_FILE=/x/text", "warning NCCL_TOPO_FILE: '/x/text' holds no <system>, and"),
-        ("NCCL_TOPO_FILE=/x", "warning NCCL_TOPO_FILE: '/x' is no file here, and"),
-        ("NCCL_GRAPH_FILE=/x/none.xml", "error NCCL_GRAPH_FILE: '/x/none.xml' is no file here, and"),
+        ("NCCL_TOPO_FILE=/x", "warning NCCL_TOPO_FILE: '/x' is not a file here, and"),
+        ("NCCL_GRAPH_FILE=/x/none.xml", "error NCCL_GRAPH_FILE: '/x/none.xml' is not a file here, and"),
         ("NCCL_GRAPH_FILE=/x/graphs", "warning NCCL_GRAPH_FILE: /x/graphs ({conf}:1) names GPU 7, and"),
-        ("NCCL_TUNER_CONFIG_FILE=/x/no.csv", "warning NCCL_TUNER_CONFIG_FILE: '/x/no.csv' is no file here, "),
+        ("NCCL_TUNER_CONFIG_FILE=/x/no.csv", "warning NCCL_TUNER_CONFIG_FILE: '/x/no.csv' is not a file"),
         ("NCCL_NET_PLUGIN=/x/libnccl-net.so", "warning NCCL_NET_PLUGIN: '/x/libnccl-net.so' is no"),
         ("NCCL_NET_PLUGIN=aws-ofi", "warning NCCL_NET_PLUGIN: 'aws-ofi' is in no folder of LD_LIBRARY_PATH"),
         ("NCCL_TUNER_PLUGIN=libnccl-tuner-x.so", "warning NCCL_TUNER_PLUGIN: 'libnccl-tuner-x.so' is"),

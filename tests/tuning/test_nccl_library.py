@@ -46,7 +46,7 @@ def test_the_wheel_that_torch_asks_for_counts(python: Path) -> None:
 def test_what_was_given_beats_what_is_there(python: Path) -> None:
     package(site(python), "nvidia-nccl-cu12", "2.27.5")
     assert find_nccl_library("2.21.5", python=python).version == (2, 21, 5)
-    with pytest.raises(UsageError, match="--nccl-version: 'newest' is no release"):
+    with pytest.raises(UsageError, match="--nccl-version: 'newest' is not a release"):
         find_nccl_library("newest", python=python)
 
 

@@ -234,6 +234,6 @@ def test_a_plateau_of_large_rings_between_nodes() -> None:
 
 def test_a_way_of_no_known_kind_is_refused() -> None:
     of = NcclMachine(2, 8, 90, {"ring": NcclGraph(2, 20, 20, "XGMI", "PIX")})
-    with pytest.raises(UsageError, match="XGMI: is no kind of way"):
+    with pytest.raises(UsageError, match="XGMI: is not a kind of way"):
         predict_nccl_performance(of, "allreduce")
     assert all(len(row) == 23 for row in TREE_BY_SIZE.values())

@@ -135,7 +135,7 @@ def test_results_that_nobody_checked_support_nothing() -> None:
     settings, notes = chosen(row(call(1.3), call(1.3, 2**20, checked=False)))
     assert settings == {}
     assert notes == (
-        f"{QPS}=4 is not set (policy.yaml, row 1): nobody checked the results of all_reduce of 1 MiB;"
+        f"{QPS}=4 is not set (policy.yaml, row 1): results were not checked for all_reduce of 1 MiB;"
         " run nccl-tests with -c 1"
     )
 
@@ -314,7 +314,7 @@ def test_a_row_of_outputs_that_were_not_all_checked_supports_nothing(found: str,
     text = (OUTPUTS / "all-reduce-2.17.txt").read_text(encoding="utf-8").replace(found, put)
     odd = BenchmarkRun("odd.txt", parse_nccl_tests(text.replace("1406.2", "1080.0")))
     made = make_policy_row([*runs[:5], odd], outputs(1.0), STATED)
-    assert why_inconclusive(made).startswith("nobody checked the results of all_reduce of ")
+    assert why_inconclusive(made).startswith("results were not checked for all_reduce of ")
     assert why_inconclusive(make_policy_row(runs, outputs(1.0), STATED)) == ""
 
 

@@ -133,7 +133,7 @@ def test_releases_are_read(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "2", "latest", "2.27.x", "２.27", "2..7", "2.27.5.1.9", "1e9.1"])
 def test_what_is_no_release_is_refused_in_one_line(text: str) -> None:
-    with pytest.raises(UsageError, match="is no release of NCCL; write it as"):
+    with pytest.raises(UsageError, match="is not a release of NCCL; write it as"):
         parse_version(text)
 
 

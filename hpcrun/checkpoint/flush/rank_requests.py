@@ -191,5 +191,5 @@ def _find_fill_problem(slot: ArenaSlot | None, plan: SlotPlan | None, stamp: Che
         if len(bytes.fromhex(stamp.generation)) != 16:
             raise ValueError
     except ValueError:
-        return f"{stamp.generation} is no generation: 32 hexadecimal digits"
+        return f"{stamp.generation} is not a generation: 32 hexadecimal digits"
     return ""

@@ -96,7 +96,7 @@ class SpareReplicaStore:
         """Begin what an order asks for, instead of an earlier one; ValueError: it makes no sense."""
         order = _CopyOrder(copy.id, copy.stamp, copy.nodes, asks)
         if not _GENERATION.fullmatch(order.stamp.generation):
-            raise ValueError(f"{order.stamp.generation} is no generation: 32 hexadecimal digits")
+            raise ValueError(f"{order.stamp.generation} is not a generation: 32 hexadecimal digits")
         self.end()
         self._throttle.flush_duty, self._order = flush_duty, order
         self._thread.submit(self._copy, order)

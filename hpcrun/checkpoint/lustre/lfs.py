@@ -131,7 +131,7 @@ def parse_getstripe(text: str) -> FileLayout:
             raise ValueError("no components")
     except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
         first = " ".join(text.split())[:80]
-        raise LfsError(f"`lfs getstripe -y` printed what is no layout ({error}): {first!r}") from None
+        raise LfsError(f"`lfs getstripe -y` printed what is not a layout ({error}): {first!r}") from None
     return FileLayout(components)
 
 

@@ -111,7 +111,7 @@ def run_key_prefix(run_id: str) -> str:
     name = run_id.replace("/", "+")
     if not _RUN.fullmatch(name):
         raise UsageError(
-            f"{run_id!r}: is no run's id that can be part of a key; allowed are letters, digits and . _ + -"
+            f"{run_id!r}: is not a run's id that can be part of a key; allowed: letters, digits and . _ + -"
         )
     return f"{name}/"
 
@@ -155,7 +155,7 @@ def parse_object_index(data: bytes, generation: str, number: int) -> list[Stored
                 raise DamagedError(f"names {stored.name!r} at {stored.start}, which does not belong there")
             end += stored.size_bytes
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"is no index ({error})") from None
+        raise DamagedError(f"is not an index ({error})") from None
     return objects
 
 
@@ -289,7 +289,7 @@ def _parse_copy(
         return BrokenObjectCopy(url, saved.problem)
     numbers = (saved.step, saved.position, saved.world_size, saved.manifest_bytes, *saved.file_bytes)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        return BrokenObjectCopy(url, f"{COMMIT_RECORD} is no record of a save")
+        return BrokenObjectCopy(url, f"{COMMIT_RECORD} is not a record of a save")
     if key != f"step-{saved.step:08d}.{saved.generation}":
         return BrokenObjectCopy(url, f"{COMMIT_RECORD} is the record of another generation")
     return ObjectCopy(

@@ -15,7 +15,7 @@ def open_object_store(
     """The store under a URL; UsageError for a URL that is none, SiteError when it cannot be used at all."""
     scheme, _, rest = url.partition("://")
     if not rest or not scheme.isalnum():
-        raise UsageError(f"{url}: is no URL of an object store; write s3://BUCKET/PREFIX")
+        raise UsageError(f"{url}: is not a URL of an object store; write s3://BUCKET/PREFIX")
     for text in (url, endpoint or ""):
         if "@" in urlsplit(text).netloc or "?" in text:
             raise UsageError(

@@ -187,7 +187,7 @@ def check_survivable(
         raise UsageError(f"{_KEY}.survive: {survive} is not survived with scheme: none; set scheme: auto")
     if levels is not None and survive != NODE_DOMAIN and survive not in levels:
         allowed = ", ".join((NODE_DOMAIN, *levels))
-        raise UsageError(f"{_KEY}.survive: {survive} is no level of this fabric; use one of {allowed}")
+        raise UsageError(f"{_KEY}.survive: {survive} is not a level of this fabric; use one of {allowed}")
     if nodes < 2:
         raise UsageError(
             f"{_KEY}.survive: the loss of a {survive} is not survived by one node alone; take more nodes, or"

@@ -146,7 +146,7 @@ class _RestoreCandidates:
         for poisoned, candidate in self._of[place]:
             if poisoned:
                 passed_over.append(
-                    f"step {step}, generation {poisoned}: has failed to be gone on from, or proved damaged"
+                    f"step {step}, generation {poisoned}: could not be resumed from, or is damaged"
                 )
             else:
                 usable.append(candidate)

@@ -187,11 +187,11 @@ class SaveOwner:
 
 
 def check_would_be_newest(checkpoints: Path, step: int) -> None:
-    """UsageError unless a save of this step would be the one that the run goes on from."""
+    """UsageError unless a save of this step would be the one that the run continues from."""
     newest = max((saved.step for saved in resumable_checkpoints(checkpoints)), default=-1)
     if newest >= step:
         raise UsageError(
-            f"{checkpoints}: has a save of step {newest}, from which the run would go on, and not from step"
+            f"{checkpoints}: has a save of step {newest}, from which the run would resume, not from step"
             f" {step}; import into a run of its own with --name"
         )
 

@@ -120,7 +120,7 @@ class AgentHandle:
         except OSError:
             return ""
         output = [line.strip() for line in lines if line.strip()]
-        return f"; it said last: {output[-1][:300]}" if output else ""
+        return f"; last output: {output[-1][:300]}" if output else ""
 
 
 class AgentPool:
@@ -359,7 +359,7 @@ class AgentPool:
         return 2 * len(silent) > len(living)
 
     def _wait_for_successor(self) -> None:
-        """Do nothing for as long as it takes the others to go on without us; FencedError when they have.
+        """Do nothing for as long as it takes the others to continue without us; FencedError when they have.
 
         Nobody can tell a network that has left us from nodes that have failed: the lease rests meanwhile, so
         that the other side may take over. If nobody does, they have failed, and we decide.

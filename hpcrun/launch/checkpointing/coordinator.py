@@ -192,7 +192,7 @@ class CheckpointCoordinator:
             if attempt.number == 1:
                 raise
             # The nodes that are left are what there is: better than to end a run that was promised more.
-            self._note(f"{error}; this attempt goes on without that")
+            self._note(f"{error}; this attempt continues without that")
             return choose_erasure_sets(
                 placement.nodes, domains, scheme=parity.scheme, set_size=parity.set_size, with_rs=has_rs
             )
@@ -271,7 +271,7 @@ class CheckpointCoordinator:
         has_saves = bool(sorted_saves.own or unreadable) and (self.has_tiers or plan.poisoned)
         if plan.stamp is None and has_saves:
             raise SiteError(
-                f"{self._run.checkpoints}: no save can be gone on from: {plan.passed_over[0]}; restore one,"
+                f"{self._run.checkpoints}: no save can be resumed from: {plan.passed_over[0]}; restore one,"
                 f" remove {self._run.poison.name} to try those again that failed, or remove them all to start"
                 " from the beginning"
             )

@@ -1,4 +1,4 @@
-"""How long a run goes on without anything new that would survive the loss of all its nodes."""
+"""How long a run continues without anything new that would survive the loss of all its nodes."""
 
 from __future__ import annotations
 

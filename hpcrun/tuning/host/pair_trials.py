@@ -187,7 +187,7 @@ def _undecided_nodes(standing: PairResults) -> Iterator[Finding]:
         remedy = "say with --at-least what is well"
         yield Finding("unknown", "pair", ", ".join(standing.suspects), text, remedy)
     if stuck:
-        text = "were slow in all their trials, and nobody is left who could tell which of them it is"
+        text = "were slow in all their trials, and no other node is left to tell which of them it is"
         remedy = "try them with a node that is known to be good"
         yield Finding("unknown", "pair", ", ".join(stuck), text, remedy)
 

@@ -68,7 +68,7 @@ class EnvironmentLayer:
     used: frozenset[str] = frozenset()
     """Names whose value a script itself hands on, as `$NAME`."""
     read: int | None = None
-    """Commands of a script that were read; None for what is no script."""
+    """Commands of a script that were read; None for what is not a script."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,9 @@ def read_user_file(path: Path) -> str:
     except OSError as problem:
         raise UsageError(f"{path}: cannot be read: {problem.strerror}") from None
     if len(content) > _MOST_BYTES:
-        raise UsageError(f"{path}: is larger than {format_bytes(_MOST_BYTES)}; that is no list of variables")
+        raise UsageError(
+            f"{path}: is larger than {format_bytes(_MOST_BYTES)}; that is not a list of variables"
+        )
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError:
@@ -160,7 +162,9 @@ def parse_environment_dump(text: str, name: str, origin: str) -> EnvironmentLaye
         if match is None:
             if line == 0:
                 continue
-            raise UsageError(f"{name}:{line}: {pair[:60]!r} is no NAME=VALUE; write down `env` or `env -0`")
+            raise UsageError(
+                f"{name}:{line}: {pair[:60]!r} is not a NAME=VALUE; write down `env` or `env -0`"
+            )
         value = _unquoted(match[2]) if _NAMED.fullmatch(pair) else match[2]
         settings.append(VariableAssignment(match[1], value, origin, f"{name}:{line}" if line else name))
     return EnvironmentLayer(name, tuple(settings))
@@ -266,7 +270,7 @@ def _repair_names(settings: Sequence[VariableAssignment]) -> Iterator[VariableAs
 
 def _check_conf_line(key: str, value: str, version: Version | None) -> Iterator[Finding]:
     if key.strip().startswith("export "):
-        yield make_error(key, "this is no shell: `export` becomes part of the name; take it out")
+        yield make_error(key, "this is not a shell: `export` becomes part of the name; take it out")
     elif key != key.strip():
         yield make_error(key, "the blank is part of the name; take it out")
     if value.endswith("\r"):
@@ -279,6 +283,6 @@ def _check_conf_line(key: str, value: str, version: Version | None) -> Iterator[
     if re.search(r"\s#", value):
         yield make_error(key, "a comment behind the value is part of it; give it a line of its own")
     if "$" in value:
-        yield make_error(key, "this is no shell: $ is not replaced")
+        yield make_error(key, "this is not a shell: $ is not replaced")
     if len(key) > _LONGEST or len(value) > _LONGEST:
         yield make_error(key, f"NCCL keeps {_LONGEST} characters and drops the rest")

@@ -48,7 +48,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 @dataclass(frozen=True)
 class VariableExplanation:
-    """What is known of a name; `variable` is None for one that is no variable."""
+    """What is known of a name; `variable` is None for one that is not a variable."""
 
     name: str
     variable: CommVariable | None
@@ -159,7 +159,7 @@ def explain_variable(name: str, report: LintReport, version: Version | None) -> 
     """What is known of a name, also without its NCCL_ and in small letters; UsageError where it is none."""
     variables = variable_registry().variables
     if not _NAME.fullmatch(name):
-        text = f"{quote_value(name)} is no name of a variable; write letters, digits and _, as NCCL_IB_TC"
+        text = f"{quote_value(name)} is not a name of a variable; write letters, digits and _, as NCCL_IB_TC"
         raise UsageError(text)
     for guess in (name, name.upper(), f"NCCL_{name.upper()}"):
         if (
@@ -174,10 +174,10 @@ def explain_variable(name: str, report: LintReport, version: Version | None) -> 
 
 
 def describe_non_variable(name: str) -> str:
-    """In a sentence, what a name is that is no variable."""
+    """In a sentence, what a name is that is not a variable."""
     impostor = variable_registry().lookalike(name)
     if impostor is not None:
-        reader = f"read by {impostor.reader}" if impostor.reader else "read by nobody that we know"
+        reader = f"read by {impostor.reader}" if impostor.reader else "not read by anything we know"
         instead = f"; use {impostor.instead}" if impostor.instead else ""
         return f"no variable of NCCL; {reader}{instead}{f'; {impostor.text}' if impostor.text else ''}"
     if name in variable_registry().symbols:

@@ -236,7 +236,7 @@ def _unknown(name: str) -> Iterator[Finding]:
         yield _lookalike_issue(impostor)
         return
     if name in variable_registry().symbols:
-        yield make_error(name, f"is no variable but {variable_registry().symbols[name]}; it does nothing")
+        yield make_error(name, f"is not a variable but {variable_registry().symbols[name]}; it does nothing")
         return
     close = variable_registry().nearest(name)
     if name.startswith(("TORCH_NCCL_", "RCCL_")):
@@ -258,7 +258,7 @@ def _lookalike_issue(lookalike: LookalikeVariable) -> Finding:
             lookalike.name, f"is torch's old name, which NCCL never reads; use {lookalike.instead}{text}"
         )
     if lookalike.reader == "nobody":
-        return make_note(lookalike.name, f"is read by nobody{text}")
+        return make_note(lookalike.name, f"is not read by anything{text}")
     if lookalike.reader:
         return make_note(lookalike.name, f"is not read by NCCL but by {lookalike.reader}{text}")
     instead = f"; {lookalike.instead} is what comes nearest" if lookalike.instead else ""

@@ -35,10 +35,10 @@ _NO_PLUGIN = ("none", "static_plugin")
 _CONSEQUENCE: Mapping[NamedFileKind, str] = {
     "topology": "NCCL passes over that in silence and takes the layout that it finds by itself",
     "graphs": "NCCL ends with an error",
-    "tuner": "the tuner goes on without it in silence",
-    "plugin": "NCCL goes on without it, or ends where NCCL_NET names its network",
+    "tuner": "the tuner continues without it in silence",
+    "plugin": "NCCL continues without it, or ends where NCCL_NET names its network",
     "library": "NCCL finds no verbs and takes TCP",
-    "rules": "what reads it goes on without it",
+    "rules": "what reads it continues without it",
     "settings": "NCCL passes over that in silence",
     "folder": "nothing will be written there",
 }
@@ -71,7 +71,7 @@ class NamedFile:
     def _missing(self) -> str:
         if self.kind == "plugin" and "/" not in self.path:
             return "is in no folder of LD_LIBRARY_PATH and in none of the system's"
-        return "is in a folder that is not here" if self.kind == "folder" else "is no file here"
+        return "is in a folder that is not here" if self.kind == "folder" else "is not a file here"
 
     @property
     def lacks(self) -> str:
@@ -82,7 +82,7 @@ class NamedFile:
             "missing": self._missing,
             "unreadable": "is in a folder that may not be written to" if is_folder else "may not be read",
             "empty": "is empty",
-            "no file": "is in what is no folder" if is_folder else "is no file here",
+            "no file": "is in what is not a folder" if is_folder else "is not a file here",
             "relative": "is looked for in whichever directory a rank starts, and is not in this one",
         }[self.state]
         return f"{self.path!r} {problem}, and {_CONSEQUENCE[self.kind]}" if problem else ""

@@ -54,7 +54,7 @@ def encode_traffic_class(dscp: int, ecn: str = "ECT(0)") -> TrafficClass:
     if not 0 <= dscp <= 63:
         raise UsageError(f"dscp {dscp}: has six bits; use 0 to 63")
     if ecn not in _ECN:
-        raise UsageError(f"ecn {ecn!r}: is no mark; use {', '.join(_ECN)}")
+        raise UsageError(f"ecn {ecn!r}: is not a mark; use {', '.join(_ECN)}")
     return TrafficClass(dscp << 2 | _ECN.index(ecn))
 
 

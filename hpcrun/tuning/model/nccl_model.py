@@ -171,7 +171,7 @@ def _has_protocol(machine: NcclMachine, algo: Algo, proto: Proto, graph: NcclGra
 
 def _is_path_within(path: str, farthest: str) -> bool:
     if path not in PATH_TYPES:
-        raise UsageError(f"{path}: is no kind of way between devices; there are {', '.join(PATH_TYPES)}")
+        raise UsageError(f"{path}: is not a kind of way between devices; there are {', '.join(PATH_TYPES)}")
     return PATH_TYPES.index(path) <= PATH_TYPES.index(farthest)
 
 

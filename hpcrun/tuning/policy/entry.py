@@ -244,7 +244,7 @@ def append_policy_row(path: Path, row: PolicyRowSpec) -> tuple[PolicyRowSpec, ..
         after = insert_policy_row(before, row, str(path))
         write_atomically(path, after, 0o644)
     except UnicodeDecodeError:
-        raise UsageError(f"{path}: is no text") from None
+        raise UsageError(f"{path}: is not text") from None
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
     return parse_policy(after, str(path))

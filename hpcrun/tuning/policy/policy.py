@@ -182,7 +182,7 @@ def why_inconclusive(row: PolicyRowSpec) -> str:
     """Why a row's times support nothing, for whichever job; empty: they do."""
     unchecked = next((call for call in row.measured if not call.checked), None)
     if unchecked:
-        return f"nobody checked the results of {unchecked}; run nccl-tests with -c 1"
+        return f"results were not checked for {unchecked}; run nccl-tests with -c 1"
     gains = measured_gains(row)
     few = [gain for gain in gains if gain.says == "too few pairs"]
     if few:

@@ -159,7 +159,7 @@ def parse_nccl_selection(name: str, text: str, version: Version | None) -> NcclS
         if function not in NCCL_FUNCTIONS:
             close = closest_word(function, NCCL_FUNCTIONS)
             hint = f"{f'; did you mean {close}?' if close else ';'} allowed: {', '.join(NCCL_FUNCTIONS)}"
-            reader.error(f"{quote_value(pieces[0])} is no function and ends the job{hint}")
+            reader.error(f"{quote_value(pieces[0])} is not a function and ends the job{hint}")
             continue
         if len(pieces) > 2:
             reader.error(f"{quote_value(part)} has more than one colon; what follows the second is lost")

@@ -29,7 +29,7 @@ def parse_version(text: str, where: str = "--nccl-version") -> Version:
     """A release such as 2.27.5, also 2.27.5-1 and 2.27; UsageError for anything else."""
     match = _VERSION.fullmatch(text.strip())
     if match is None:
-        raise UsageError(f"{where}: {text!r} is no release of NCCL; write it as 2.27.5")
+        raise UsageError(f"{where}: {text!r} is not a release of NCCL; write it as 2.27.5")
     return tuple(int(part) for part in match[1].split("."))
 
 

@@ -65,7 +65,9 @@ def _bool(name: str, value: str, rest: str) -> Iterator[Finding]:
     words = {"true": "1", "yes": "1", "on": "1", "false": "0", "no": "0", "off": "0"}
     meant = words.get(value.strip().lower())
     if meant:
-        yield make_error(name, f"{quote_value(value)} is no number and reads as 0", f"write {meant}", meant)
+        yield make_error(
+            name, f"{quote_value(value)} is not a number and reads as 0", f"write {meant}", meant
+        )
         return
     number = parse_c_integer(value)
     if number is None:
@@ -103,7 +105,7 @@ def _no_number(name: str, value: str, allowed: str) -> Iterator[Finding]:
         return
     read = _LEADING.match(value)
     number = read[0].strip()[:_MOST_DIGITS] if read else 0
-    yield make_error(name, f"{quote_value(value)} is no number and reads as {number}; allowed: {allowed}")
+    yield make_error(name, f"{quote_value(value)} is not a number and reads as {number}; allowed: {allowed}")
 
 
 def _auto(name: str, value: str, rest: str) -> Iterator[Finding]:
@@ -159,7 +161,7 @@ def _cidr(name: str, value: str, rest: str) -> Iterator[Finding]:
     try:
         ipaddress.ip_network(value, strict=False)
     except ValueError:
-        yield make_error(name, f"{quote_value(value)} is no network; write it as 10.0.0.0/16 or fd02::/16")
+        yield make_error(name, f"{quote_value(value)} is not a network; write it as 10.0.0.0/16 or fd02::/16")
         return
     if "/" not in value:
         whole = f"{value}/16"
@@ -181,7 +183,7 @@ def _policies(name: str, value: str, rest: str) -> Iterator[Finding]:
 def _address(name: str, value: str, rest: str) -> Iterator[Finding]:
     match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+(?:%\w+)?\]|[^\s:\[\]]+):(\d{1,5})", value)
     if match is None or not 0 < int(match[1]) < 65536:
-        yield make_error(name, f"{quote_value(value)} is no address; write host:port or [IPv6]:port")
+        yield make_error(name, f"{quote_value(value)} is not an address; write host:port or [IPv6]:port")
 
 
 def _path(name: str, value: str, rest: str) -> Iterator[Finding]:
