@@ -24,6 +24,7 @@ ALSO = (
     "hpcrun.launch.supervisor",
     "hpcrun.runs.postmortem",
     "hpcrun.runs.follow",
+    "hpcrun.fabric.draw",
     "hpcrun.fabric.place",
     "hpcrun.checkpoint.restore.repair",
     "hpcrun.tuning.advice",
