@@ -37,7 +37,7 @@ def test_a_run_goes_on_after_a_rehearsed_death_and_a_node_that_vanishes(desk: De
     assert ": SIGKILL to rank 1 (pid " in killed.stdout
     desk.until(lambda: up(2), run)
     refused = desk.hpcrun("chaos", "vanish", run.id, "--node", "n01", code=2)
-    assert "node n01: has the supervisor of hardy-" in refused.stderr
+    assert "node n01: also has the supervisor of hardy-" in refused.stderr
     lost = records(run, "attempts/2/placement.json")[0]["nodes"][1]
     vanished = desk.hpcrun("chaos", "vanish", run.id, "--node", lost)
     assert f"{lost}: SIGKILL to all of the run on {lost} (pid " in vanished.stdout

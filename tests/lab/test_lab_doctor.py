@@ -65,4 +65,4 @@ def test_a_node_that_others_do_not_reach_is_named(desk: Desk) -> None:
     finally:
         for route in routes:
             node.run([*route[:2], "del", *route[3:]]).require_success()
-    assert "fault      connection  n03: 6 of its 6 connections over eth0 fail: " in done.stdout
+    assert "error    connection  n03: 6 of its 6 connections over eth0 fail: " in done.stdout
