@@ -155,7 +155,7 @@ def test_a_run_that_is_gone_starts_nothing(slurm: Fake) -> None:
     run = behind(first)
     shutil.rmtree(first.path)
     assert check_predecessors(run, JOB, lambda _: None) is not None
-    assert f"not started: {first.path} is gone, so nobody knows" in str(run.read_exit())
+    assert f"not started: {first.path} is gone, so it is unknown" in str(run.read_exit())
 
 
 def test_a_run_that_was_resumed_meanwhile_is_waited_for_again(slurm: Fake) -> None:
