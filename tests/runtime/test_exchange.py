@@ -176,7 +176,7 @@ def test_weights_of_hugging_face_become_the_state_before_the_first_step(
 def test_an_import_into_a_run_is_what_it_goes_on_from(saved_run: RunDir, job: Path, tmp_path: Path) -> None:
     state = state_of(job, seed=7)
     dcp_save(dict(state), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert "has a save of step 4, from which the run would go on" in refused(
+    assert "has a save of step 4, from which the run would resume" in refused(
         "import", tmp_path / "dcp", "--run", saved_run.id, "--step", 4
     )
     told("import", tmp_path / "dcp", "--run", saved_run.id, "--step", 5)
