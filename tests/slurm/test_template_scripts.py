@@ -183,7 +183,7 @@ def test_a_directive_with_a_line_break_is_refused_whoever_writes_it(value: str, 
     assert ["--comment=a\\$'b $' c"] in map(
         sbatch_words, render_script(library, template, sound).splitlines()
     )
-    with pytest.raises(UsageError, match=rf"mine\{TEMPLATE_SUFFIX}:4: a directive must not contain a line break"):
+    with pytest.raises(UsageError, match=rf"mine\{TEMPLATE_SUFFIX}:4: a directive must not contain a line"):
         render_script(library, template, job.model_copy(update={"env": {"NOTE": f"\\{value}"}}))
 
 
